@@ -1,0 +1,242 @@
+// The merge on one CPU thread, written once over a vector type V and compiled for each instruction set.
+//
+// For each group of kRows rows, strip by strip of kStripCols columns:
+//
+//   sum[i][j] = sum_k B[i, k] * A[k, j]     tile by tile in registers; base is on its way from memory meanwhile
+//   out[i][j] = round(fma(scaling, sum[i][j], base[i][j]))     row by row, past the cache where that pays
+//
+// lora_A is copied once per block of columns, lora_B once per group of rows, to float32 in the order in which a tile
+// reads them; so any dtype, stride and alignment of theirs costs nothing in the inner loop. base is read once, out is
+// written once.
+//
+// V gives: F (a vector of float), I (one of uint32), kLanes, kRows, kVectors (the tile is kRows x kVectors * kLanes;
+//   kVectors is even) and, as static functions: zero, broadcast, fmadd(a, b, c) = a * b + c rounded once, add, sub,
+//   mul, sum(F); load(const T*), store(float*, F) unaligned; round<T>(F), the value rounded to T; store_rounded(T*, F,
+//   F, stream), two vectors rounded and stored; fence(), which orders streamed stores before later ones; and for the
+//   statistics zero_bits, sum_bits(I), add_bits(I, F), which adds bit patterns, count_nonzero(I, F) and
+//   count_nonzero_and_equal(I, F, F, F), which add one to each lane that satisfies the name.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <new>
+
+#include "../dtype.h"
+
+namespace lora_stream {
+
+// lora_A's copy of one block of columns: half of a small second-level cache.
+inline constexpr int64_t kPackedBytes = 256 * 1024;
+// Outputs larger than this are not worth a place in the cache: the consumer reads them much later.
+inline constexpr int64_t kStreamBytes = 4 * 1024 * 1024;
+
+// Columns whose sums wait in the first-level cache, so that base is read and out is written in long runs.
+inline constexpr int64_t kStripCols = 256;
+
+struct FreeAligned {
+  void operator()(float* p) const { ::operator delete(p, std::align_val_t{64}); }
+};
+using AlignedFloats = std::unique_ptr<float[], FreeAligned>;
+inline AlignedFloats allocate_floats(int64_t count) {
+  return AlignedFloats(static_cast<float*>(::operator new(sizeof(float) * count, std::align_val_t{64})));
+}
+
+// packed[j / kCols][k][j % kCols] = A[k, col_begin + j], zero past the last column
+template <class V>
+void pack_lora_A(const MergeArgs& args, int64_t col_begin, int64_t col_end, float* packed) {
+  constexpr int64_t kCols = V::kVectors * V::kLanes;
+  visit_dtype(args.lora_A_dtype, [&](auto* type) {
+    const auto* A = static_cast<decltype(type)>(const_cast<void*>(args.lora_A));
+    for (int64_t panel = col_begin; panel < col_end; panel += kCols) {
+      const int64_t width = std::min(kCols, col_end - panel);
+      for (int64_t k = 0; k < args.rank; ++k, packed += kCols) {
+        const auto* row = A + k * args.lora_A_strides[0] + panel * args.lora_A_strides[1];
+        for (int64_t j = 0; j < width; ++j) packed[j] = to_float(row[j * args.lora_A_strides[1]]);
+        for (int64_t j = width; j < kCols; ++j) packed[j] = 0.0f;
+      }
+    }
+  });
+}
+
+// packed[k][i] = B[row_begin + i, k], zero past the last row
+template <class V>
+void pack_lora_B(const MergeArgs& args, int64_t row_begin, int64_t rows, float* packed) {
+  visit_dtype(args.lora_B_dtype, [&](auto* type) {
+    const auto* B = static_cast<decltype(type)>(const_cast<void*>(args.lora_B));
+    for (int64_t i = 0; i < V::kRows; ++i) {
+      const auto* row = B + (row_begin + i) * args.lora_B_strides[0];
+      for (int64_t k = 0; k < args.rank; ++k) {
+        packed[k * V::kRows + i] = i < rows ? to_float(row[k * args.lora_B_strides[1]]) : 0.0f;
+      }
+    }
+  });
+}
+
+// sum[i * kStripCols + j] = sum over all k, chunk by chunk. One copy per instruction set, whatever the dtypes: its
+// loops are unrolled whole, which takes the compiler long.
+template <class V>
+__attribute__((noinline)) void dot_tile(const float* A, const float* B, int64_t rank, float* sum) {
+  using F = typename V::F;
+  for (int64_t begin = 0; begin < rank; begin += kChunk) {
+    F chunk[V::kRows][V::kVectors];
+#pragma GCC unroll 8
+    for (int i = 0; i < V::kRows; ++i) {
+#pragma GCC unroll 8
+      for (int v = 0; v < V::kVectors; ++v) chunk[i][v] = V::zero();
+    }
+    for (int64_t k = begin, end = std::min(rank, begin + kChunk); k < end; ++k) {
+      F a[V::kVectors];
+#pragma GCC unroll 8
+      for (int v = 0; v < V::kVectors; ++v) a[v] = V::load(A + v * V::kLanes);
+#pragma GCC unroll 8
+      for (int i = 0; i < V::kRows; ++i) {
+        const F b = V::broadcast(B[i]);
+#pragma GCC unroll 8
+        for (int v = 0; v < V::kVectors; ++v) chunk[i][v] = V::fmadd(b, a[v], chunk[i][v]);
+      }
+      A += V::kVectors * V::kLanes;
+      B += V::kRows;
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < V::kRows; ++i) {
+#pragma GCC unroll 8
+      for (int v = 0; v < V::kVectors; ++v) {
+        float* total = sum + i * kStripCols + v * V::kLanes;
+        V::store(total, begin == 0 ? chunk[i][v] : V::add(V::load(total), chunk[i][v]));
+      }
+    }
+  }
+}
+
+// Sums over one group of rows, kept in vectors until its end.
+template <class V>
+struct GroupStats {
+  typename V::F kept_sq = V::zero(), delta_sq = V::zero();
+  typename V::I changed = V::zero_bits(), unmoved = V::zero_bits(), checksum = V::zero_bits();
+
+  template <class O>
+  inline __attribute__((always_inline)) void add(typename V::F base, typename V::F delta, typename V::F rounded) {
+    const auto rounded_base = V::template round<O>(base);
+    const auto kept = V::sub(rounded, rounded_base);
+    kept_sq = V::fmadd(kept, kept, kept_sq);
+    delta_sq = V::fmadd(delta, delta, delta_sq);
+    changed = V::count_nonzero(changed, delta);
+    unmoved = V::count_nonzero_and_equal(unmoved, delta, rounded, rounded_base);
+    checksum = V::add_bits(checksum, rounded);
+  }
+
+  void add_to(MergeStats* stats) const {
+    stats->add({V::sum_bits(changed), V::sum_bits(unmoved), V::sum(kept_sq), V::sum(delta_sq),
+                static_cast<uint32_t>(V::sum_bits(checksum))});
+  }
+};
+
+// One row of a strip: sums and base in, outputs out.
+template <class V, class W, class O, bool kStats>
+void finish_row(const float* sum, float scaling, const W* base, O* out, int64_t cols, bool stream, GroupStats<V>& stats,
+                MergeStats* tail_stats) {
+  using F = typename V::F;
+  const F s = V::broadcast(scaling);
+  int64_t j = 0;
+  for (; j + 2 * V::kLanes <= cols; j += 2 * V::kLanes) {
+    const F dot0 = V::load(sum + j);
+    const F dot1 = V::load(sum + j + V::kLanes);
+    const F w0 = V::load(base + j);
+    const F w1 = V::load(base + j + V::kLanes);
+    F x0 = V::fmadd(s, dot0, w0);
+    F x1 = V::fmadd(s, dot1, w1);
+    if (kStats) {
+      x0 = V::template round<O>(x0);
+      x1 = V::template round<O>(x1);
+      stats.template add<O>(w0, V::mul(s, dot0), x0);
+      stats.template add<O>(w1, V::mul(s, dot1), x1);
+    }
+    V::store_rounded(out + j, x0, x1, stream);
+  }
+  for (; j < cols; ++j) {
+    O* const type = nullptr;
+    const float w = to_float(base[j]);
+    const float x = round_to(std::fma(scaling, sum[j], w), type);
+    if (kStats) {
+      const float delta = scaling * sum[j];
+      const float rounded_base = round_to(w, type), kept = x - rounded_base;
+      tail_stats->add({delta != 0.0f, delta != 0.0f && x == rounded_base, kept * kept, delta * delta, float_bits(x)});
+    }
+    store_as(out + j, x);
+  }
+}
+
+template <class V, class W, class O, bool kStats>
+void merge_rows_of(const MergeArgs& args, int64_t row_begin, int64_t row_end, MergeStats* stats) {
+  constexpr int64_t kCols = V::kVectors * V::kLanes;
+  const W* base = static_cast<const W*>(args.base);
+  O* out = static_cast<O*>(args.out);
+  // A block of columns is as many strips as the cache holds lora_A for, but at least one.
+  const int64_t strip_floats = args.rank * kStripCols;
+  const int64_t num_strips =
+      std::min((args.cols + kStripCols - 1) / kStripCols, std::max<int64_t>(1, kPackedBytes / 4 / strip_floats));
+  const AlignedFloats packed = allocate_floats(num_strips * strip_floats + args.rank * V::kRows);
+  float* const packed_B = packed.get() + num_strips * strip_floats;
+  // A streamed store must be aligned, in the first row and from row to row.
+  const auto aligned = [](int64_t bytes) { return bytes % (2 * V::kLanes * static_cast<int64_t>(sizeof(O))) == 0; };
+  const bool stream = args.rows * args.cols * static_cast<int64_t>(sizeof(O)) >= kStreamBytes &&
+                      aligned(reinterpret_cast<intptr_t>(out)) &&
+                      aligned(args.out_stride * static_cast<int64_t>(sizeof(O)));
+
+  for (int64_t block = 0; block < args.cols; block += num_strips * kStripCols) {
+    const int64_t block_end = std::min(args.cols, block + num_strips * kStripCols);
+    pack_lora_A<V>(args, block, block_end, packed.get());
+    for (int64_t row = row_begin; row < row_end; row += V::kRows) {
+      const int64_t rows = std::min<int64_t>(V::kRows, row_end - row);
+      pack_lora_B<V>(args, row, rows, packed_B);
+      GroupStats<V> group_stats;
+      alignas(64) float sum[V::kRows * kStripCols];
+      const float* A = packed.get();
+      for (int64_t col = block; col < block_end; col += kStripCols) {
+        const int64_t cols = std::min(kStripCols, block_end - col);
+        const W* strip_base = base + row * args.base_stride + col;
+        for (int64_t i = 0; i < rows; ++i) {  // base comes from memory while the sums are computed
+          const char* line = reinterpret_cast<const char*>(strip_base + i * args.base_stride);
+          for (const char* end = line + cols * sizeof(W); line < end; line += 64) __builtin_prefetch(line);
+        }
+        for (int64_t j = 0; j < cols; j += kCols, A += args.rank * kCols) dot_tile<V>(A, packed_B, args.rank, sum + j);
+        for (int64_t i = 0; i < rows; ++i) {
+          finish_row<V, W, O, kStats>(sum + i * kStripCols, args.scaling, strip_base + i * args.base_stride,
+                                      out + (row + i) * args.out_stride + col, cols, stream, group_stats, stats);
+        }
+      }
+      if (kStats) group_stats.add_to(stats);
+    }
+  }
+  if (stream) V::fence();
+}
+
+// Without an adapter the value is the rounded base: no addition, which would turn -0.0 into 0.0.
+template <class W, class O>
+void cast_rows(const MergeArgs& args, int64_t row_begin, int64_t row_end, MergeStats* stats) {
+  for (int64_t row = row_begin; row < row_end; ++row) {
+    const W* base = static_cast<const W*>(args.base) + row * args.base_stride;
+    O* out = static_cast<O*>(args.out) + row * args.out_stride;
+    for (int64_t j = 0; j < args.cols; ++j) {
+      const float x = round_to(to_float(base[j]), static_cast<O*>(nullptr));
+      store_as(out + j, x);
+      if (stats != nullptr) stats->checksum += float_bits(x);
+    }
+  }
+}
+
+template <class V>
+void merge_rows(const MergeArgs& args, int64_t row_begin, int64_t row_end, MergeStats* stats) {
+  visit_dtype(args.base_dtype, [&](auto* base_type) {
+    visit_dtype(args.out_dtype, [&](auto* out_type) {
+      using W = std::remove_pointer_t<decltype(base_type)>;
+      using O = std::remove_pointer_t<decltype(out_type)>;
+      if (args.rank == 0) return cast_rows<W, O>(args, row_begin, row_end, stats);
+      if (stats != nullptr) return merge_rows_of<V, W, O, true>(args, row_begin, row_end, stats);
+      return merge_rows_of<V, W, O, false>(args, row_begin, row_end, stats);
+    });
+  });
+}
+
+}  // namespace lora_stream

@@ -1,0 +1,207 @@
+// The tensor ops, registered through torch's stable ABI: one binary serves several torch versions.
+//
+//   merge_cast_          one matrix
+//   merge_cast_grouped_  many matrices in one parallel loop, with optional rounding statistics
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <algorithm>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "cpu/paths.h"
+#include "merge_cast.h"
+
+namespace lora_stream {
+namespace {
+
+using torch::stable::Tensor;
+
+// A thread is not worth waking for fewer multiply-adds than this.
+constexpr int64_t kGrainOps = 64 * 1024;
+// Rows a thread takes at a time; a multiple of every path's tile height.
+constexpr int64_t kBlockRows = 24;
+constexpr int64_t kNumStats = 5;
+
+std::string shape_text(const Tensor& tensor) {
+  std::string text = "[";
+  for (int64_t d = 0; d < tensor.dim(); ++d) text += (d ? ", " : "") + std::to_string(tensor.size(d));
+  return text + "]";
+}
+
+DType dtype_of(const char* name, const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case torch::headeronly::ScalarType::Float:
+      return DType::kFloat32;
+    case torch::headeronly::ScalarType::BFloat16:
+      return DType::kBFloat16;
+    case torch::headeronly::ScalarType::Half:
+      return DType::kFloat16;
+    default:
+      STD_TORCH_CHECK(false, "merge_cast_: ", name, " must be float32, bfloat16 or float16, got ",
+                      torch::headeronly::toString(tensor.scalar_type()), "; cast it first");
+  }
+}
+
+int64_t element_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
+void check_matrix(const char* name, const Tensor& tensor, const char* shape, int64_t rows, int64_t cols) {
+  STD_TORCH_CHECK(tensor.is_cpu(), "merge_cast_: ", name,
+                  " must be on the CPU; merging on other devices is not built in (see `lora-stream doctor`)");
+  STD_TORCH_CHECK(tensor.dim() == 2 && tensor.size(0) == rows && tensor.size(1) == cols, "merge_cast_: ", name,
+                  " must have shape ", shape, " = [", rows, ", ", cols, "], got ", shape_text(tensor));
+}
+
+void check_rows_contiguous(const char* name, const Tensor& tensor) {
+  STD_TORCH_CHECK(tensor.size(1) <= 1 || tensor.stride(1) == 1, "merge_cast_: ", name,
+                  " must have adjacent elements in a row (stride(1) == 1), got stride(1) == ", tensor.stride(1),
+                  "; call .contiguous() first");
+}
+
+struct Bytes {
+  uintptr_t begin, end;
+};
+
+Bytes extent(const void* data, const Tensor& tensor, DType dtype) {
+  int64_t last = 0;
+  for (int64_t d = 0; d < 2; ++d) {
+    if (tensor.size(d) == 0) return {0, 0};
+    last += (tensor.size(d) - 1) * tensor.stride(d);
+  }
+  const auto begin = reinterpret_cast<uintptr_t>(data);
+  return {begin, begin + static_cast<uintptr_t>((last + 1) * element_size(dtype))};
+}
+
+bool overlap(const Bytes& a, const Bytes& b) { return a.begin < b.end && b.begin < a.end; }
+
+MergeArgs checked_args(const Tensor& base, const Tensor& lora_A, const Tensor& lora_B, double scaling,
+                       const Tensor& out) {
+  STD_TORCH_CHECK(base.dim() == 2, "merge_cast_: base must be a matrix [rows, cols], got ", shape_text(base));
+  STD_TORCH_CHECK(lora_A.dim() == 2, "merge_cast_: lora_A must be a matrix [rank, cols], got ", shape_text(lora_A));
+  MergeArgs args{};
+  args.rows = base.size(0);
+  args.cols = base.size(1);
+  args.rank = lora_A.size(0);
+  check_matrix("base", base, "[rows, cols]", args.rows, args.cols);
+  check_matrix("lora_A", lora_A, "[rank, cols]", args.rank, args.cols);
+  check_matrix("lora_B", lora_B, "[rows, rank]", args.rows, args.rank);
+  check_matrix("out", out, "[rows, cols]", args.rows, args.cols);
+  check_rows_contiguous("base", base);
+  check_rows_contiguous("out", out);
+  STD_TORCH_CHECK(args.rows <= 1 || out.stride(0) >= args.cols,
+                  "merge_cast_: out must not overlap itself, got stride(0) ", out.stride(0), " with ", args.cols,
+                  " columns");
+  args.base_dtype = dtype_of("base", base);
+  args.lora_A_dtype = dtype_of("lora_A", lora_A);
+  args.lora_B_dtype = dtype_of("lora_B", lora_B);
+  args.out_dtype = dtype_of("out", out);
+  args.base = base.const_data_ptr();
+  args.lora_A = lora_A.const_data_ptr();
+  args.lora_B = lora_B.const_data_ptr();
+  args.out = out.mutable_data_ptr();
+  args.base_stride = base.stride(0);
+  args.out_stride = out.stride(0);
+  for (int64_t d = 0; d < 2; ++d) {
+    args.lora_A_strides[d] = lora_A.stride(d);
+    args.lora_B_strides[d] = lora_B.stride(d);
+  }
+  args.scaling = static_cast<float>(scaling);
+
+  const Bytes written = extent(args.out, out, args.out_dtype);
+  const bool in_place = args.out == args.base && args.out_dtype == args.base_dtype &&
+                        (args.out_stride == args.base_stride || args.rows <= 1);
+  STD_TORCH_CHECK(in_place || !overlap(written, extent(args.base, base, args.base_dtype)),
+                  "merge_cast_: out overlaps base without being the same matrix; pass base itself or other memory");
+  STD_TORCH_CHECK(!overlap(written, extent(args.lora_A, lora_A, args.lora_A_dtype)) &&
+                      !overlap(written, extent(args.lora_B, lora_B, args.lora_B_dtype)),
+                  "merge_cast_: out overlaps lora_A or lora_B; pass other memory");
+  return args;
+}
+
+// All matrices' rows form one range of blocks, so that threads share many small matrices as well as one large one.
+void merge_all(const std::vector<MergeArgs>& group, double* stats) {
+  const MergeRows merge_rows = cpu_path().merge_rows;
+  std::vector<int64_t> first_block{0};
+  int64_t ops = 0;
+  for (const MergeArgs& args : group) {
+    first_block.push_back(first_block.back() + (args.rows + kBlockRows - 1) / kBlockRows);
+    ops += args.rows * args.cols * (args.rank + 1);
+  }
+  const int64_t num_blocks = first_block.back();
+  if (num_blocks == 0) return;
+  const int64_t grain = std::max<int64_t>(1, kGrainOps / std::max<int64_t>(1, ops / num_blocks));
+
+  std::vector<MergeStats> sums(group.size());
+  std::mutex mutex;
+  torch::stable::parallel_for(0, num_blocks, grain, [&](int64_t begin, int64_t end) {
+    size_t i = std::upper_bound(first_block.begin(), first_block.end(), begin) - first_block.begin() - 1;
+    for (int64_t block = begin; block < end; block = first_block[++i]) {
+      const int64_t row_begin = (block - first_block[i]) * kBlockRows;
+      const int64_t row_end =
+          std::min(group[i].rows, (std::min(end, first_block[i + 1]) - first_block[i]) * kBlockRows);
+      if (row_begin >= row_end) continue;
+      MergeStats own;
+      merge_rows(group[i], row_begin, row_end, stats != nullptr ? &own : nullptr);
+      if (stats != nullptr) {
+        const std::lock_guard<std::mutex> lock(mutex);
+        sums[i].add(own);
+      }
+    }
+  });
+  if (stats == nullptr) return;
+  for (const MergeStats& sum : sums) {
+    *stats++ = static_cast<double>(sum.changed);
+    *stats++ = static_cast<double>(sum.unmoved);
+    *stats++ = sum.kept_sq;
+    *stats++ = sum.delta_sq;
+    *stats++ = static_cast<double>(sum.checksum);
+  }
+}
+
+void merge_cast_(const Tensor& base, const Tensor& lora_A, const Tensor& lora_B, double scaling, const Tensor& out) {
+  merge_all({checked_args(base, lora_A, lora_B, scaling, out)}, nullptr);
+}
+
+void merge_cast_grouped_(const std::vector<Tensor>& bases, const std::vector<Tensor>& lora_As,
+                         const std::vector<Tensor>& lora_Bs, const std::vector<double>& scalings,
+                         const std::vector<Tensor>& outs, const std::optional<Tensor>& stats) {
+  const size_t num = bases.size();
+  STD_TORCH_CHECK(lora_As.size() == num && lora_Bs.size() == num && scalings.size() == num && outs.size() == num,
+                  "merge_cast_grouped_: the lists must have one length, got ", num, " bases, ", lora_As.size(),
+                  " lora_As, ", lora_Bs.size(), " lora_Bs, ", scalings.size(), " scalings, ", outs.size(), " outs");
+  double* stats_data = nullptr;
+  if (stats.has_value()) {
+    STD_TORCH_CHECK(stats->is_cpu() && stats->scalar_type() == torch::headeronly::ScalarType::Double &&
+                        stats->dim() == 2 && stats->size(0) == static_cast<int64_t>(num) &&
+                        stats->size(1) == kNumStats && stats->is_contiguous(),
+                    "merge_cast_grouped_: stats must be a contiguous float64 CPU tensor [", num, ", ", kNumStats,
+                    "], got ", shape_text(*stats));
+    stats_data = static_cast<double*>(stats->mutable_data_ptr());
+  }
+  std::vector<MergeArgs> group;
+  group.reserve(num);
+  for (size_t i = 0; i < num; ++i) {
+    group.push_back(checked_args(bases[i], lora_As[i], lora_Bs[i], scalings[i], outs[i]));
+  }
+  merge_all(group, stats_data);
+}
+
+}  // namespace
+}  // namespace lora_stream
+
+STABLE_TORCH_LIBRARY(lora_stream, m) {
+  m.def("merge_cast_(Tensor base, Tensor lora_A, Tensor lora_B, float scaling, Tensor(a!) out) -> ()");
+  m.def(
+      "merge_cast_grouped_(Tensor[] bases, Tensor[] lora_As, Tensor[] lora_Bs, float[] scalings, Tensor(a!)[] outs, "
+      "Tensor(b!)? stats=None) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(lora_stream, CPU, m) {
+  m.impl("merge_cast_", TORCH_BOX(&lora_stream::merge_cast_));
+  m.impl("merge_cast_grouped_", TORCH_BOX(&lora_stream::merge_cast_grouped_));
+}
