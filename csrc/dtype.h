@@ -50,7 +50,7 @@ inline float round_to(float x, float*) { return x; }
 
 inline float round_to(float x, BFloat16*) {
   const uint32_t bits = float_bits(x);
-  if (x != x) return bits_float(0x7fc00000u);  // torch's NaN; rounding its payload could carry it into infinity
+  if (x != x) return bits_float(0x7fc00000u);  // rounding a NaN's payload could carry it into infinity
   return bits_float((bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u);
 }
 

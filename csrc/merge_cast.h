@@ -13,7 +13,7 @@ namespace lora_stream {
 
 enum class DType : int32_t { kFloat32, kBFloat16, kFloat16 };
 
-inline constexpr int64_t kChunk = 32;
+inline constexpr int64_t kChunk = 16;
 
 struct MergeArgs {
   const void* base;    // [rows, cols], row-major with a row stride

@@ -1,0 +1,24 @@
+"""Shared by all layers: unit (no process group, no engine), vllm (a live engine in this process), gpu.
+
+The engine's environment is set here, before anything imports vLLM: it reads some of it at its first import.
+"""
+
+import os
+
+for _name, _value in {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine core and worker in this process
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; otherwise most of the machine's memory
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}.items():
+    os.environ.setdefault(_name, _value)
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(20260801)
