@@ -15,8 +15,8 @@ for _name, _value in {
 }.items():
     os.environ.setdefault(_name, _value)
 
-import pytest
-import torch
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,89 @@
+"""Wrappers that put a segment into parameter names, and the names that a checkpoint does not repeat.
+
+Prefixes are removed by looking at module types while walking, never by searching in strings: a model may have a module
+of its own called `module` or `base_layer`.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from lora_stream.plan import Record
+
+# (module that defines it, class, attribute that holds the wrapped module). Looked up in sys.modules: where the defining
+# module was never imported, no instance can exist.
+_WRAPPERS = (
+    ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
+    ("torch.nn.parallel.data_parallel", "DataParallel", "module"),
+    ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
+    (
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "ActivationWrapper",
+        "_checkpoint_wrapped_module",
+    ),
+)
+
+
+def wrapped_attribute(module: nn.Module) -> str | None:
+    """The attribute that holds what `module` wraps without changing it; None for a module that is no wrapper."""
+    for defined_in, class_name, attribute in _WRAPPERS:
+        wrapper = getattr(sys.modules.get(defined_in), class_name, None)
+        if wrapper is not None and isinstance(module, wrapper):
+            return attribute
+    return None
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """`module` without the wrappers around it."""
+    while (attribute := wrapped_attribute(module)) is not None:
+        module = getattr(module, attribute)
+    return module
+
+
+def declared_ties(base_model: nn.Module) -> dict[str, str]:
+    """Names that the model's checkpoints leave out because another tensor holds their value: {left out: kept}.
+
+    Read from what transformers models declare; a model that declares nothing has none, and what it happens to share is
+    sent under every name.
+    """
+    ties = getattr(base_model, "all_tied_weights_keys", None)  # transformers 5
+    if isinstance(ties, dict):
+        return dict(ties)
+    keys = getattr(base_model, "_tied_weights_keys", None)  # transformers 4: names only, tied to the input embedding
+    config = getattr(base_model, "config", None)
+    if not keys or not getattr(config, "tie_word_embeddings", False):
+        return {}
+    embedding = base_model.get_input_embeddings()
+    kept = next((name for name, module in base_model.named_modules() if module is embedding), None)
+    return dict.fromkeys(keys, f"{kept}.weight") if kept is not None else {}
+
+
+def checkpoint_names(base_model: nn.Module, records: Sequence[Record]) -> list[Record]:
+    """The records under the names that `base_model.save_pretrained` would write.
+
+    transformers 5 keeps some models under other names, or other shapes, than their checkpoints: its own reverse
+    conversion, run on meta tensors, tells which. Renamed tensors are renamed; raises ValueError for one that a
+    checkpoint splits, joins or reshapes.
+    """
+    loading = sys.modules.get("transformers.core_model_loading")  # transformers 5 has it, and only models of its own
+    revert = getattr(loading, "revert_weight_conversion", None)
+    pretrained = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    if revert is None or pretrained is None or not isinstance(base_model, pretrained):
+        return list(records)
+    metas = {record.name: torch.empty_like(record.tensor, device="meta") for record in records}
+    if revert(base_model, dict(metas)).keys() == metas.keys():
+        return list(records)
+    renamed = []
+    for record in records:
+        written = revert(base_model, {record.name: metas[record.name]})
+        (name, tensor), *others = written.items()
+        if others or tensor.shape != record.tensor.shape:
+            raise ValueError(
+                f"{record.fqn}: checkpoints of {type(base_model).__name__} hold it as {sorted(written)[:4]}, in other "
+                "pieces than the model does; such models are not supported yet"
+            )
+        renamed.append(replace(record, name=name))
+    return renamed

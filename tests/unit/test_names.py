@@ -1,0 +1,77 @@
+"""Wrappers at any depth change neither names nor bits. Unit layer; DDP, which needs a process group, is in tests/dist."""
+
+import pytest
+import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import lora_stream
+from tests.models import llama, with_lora
+
+
+def compiled(model):
+    return torch.compile(model)
+
+
+def layer_compiled(model):
+    layers = model.get_base_model().model.layers
+    layers[0] = torch.compile(layers[0])
+    return model
+
+
+def layer_checkpointed(model):
+    layers = model.get_base_model().model.layers
+    layers[0] = checkpoint_wrapper(layers[0])
+    return model
+
+
+def attention_checkpointed(model):
+    layer = model.get_base_model().model.layers[1]
+    layer.self_attn = checkpoint_wrapper(layer.self_attn)
+    return model
+
+
+def everything(model):
+    return torch.compile(layer_checkpointed(attention_checkpointed(model)))
+
+
+@pytest.mark.parametrize("wrap", [compiled, layer_compiled, layer_checkpointed, attention_checkpointed, everything])
+@pytest.mark.parametrize("scope", ["all", "trained"])
+def test_wrapped_model_streams_the_names_and_bits_of_the_plain_one(wrap, scope):
+    """Case B20."""
+    model = with_lora(llama(tied=True))
+    plain = list(lora_stream.stream(model, scope=scope))
+    wrapped = list(lora_stream.stream(wrap(model), scope=scope))
+    assert [name for name, _ in wrapped] == [name for name, _ in plain]
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(plain, wrapped, strict=True))
+
+
+def test_renaming_conversions_of_transformers_are_applied():
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    text = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 61,
+    }
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    base = Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4))
+    from transformers.core_model_loading import revert_weight_conversion
+
+    written = set(revert_weight_conversion(base, base.state_dict())) - {
+        "lm_head.weight",
+        "language_model.lm_head.weight",
+    }
+    model = with_lora(base, target_modules=r".*language_model.*q_proj")
+    got = {meta.name for meta in lora_stream.MergedWeights(model).metadata()}
+    assert got == written
