@@ -1,0 +1,41 @@
+"""Merged LoRA weights, streamed from a trainer into a rollout engine. See README.md."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lora_stream.engine_sync import SyncError, UnmovedError, sync
+    from lora_stream.merged_weights import MergedWeights, Stream, stream
+    from lora_stream.plan import ParamMeta, Plan
+    from lora_stream.report import SyncReport
+
+_HOMES = {
+    "MergedWeights": "merged_weights",
+    "ParamMeta": "plan",
+    "Plan": "plan",
+    "Stream": "merged_weights",
+    "SyncError": "engine_sync",
+    "SyncReport": "report",
+    "UnmovedError": "engine_sync",
+    "stream": "merged_weights",
+    "sync": "engine_sync",
+}
+__all__ = [
+    "MergedWeights",
+    "ParamMeta",
+    "Plan",
+    "Stream",
+    "SyncError",
+    "SyncReport",
+    "UnmovedError",
+    "stream",
+    "sync",
+]
+
+
+def __getattr__(name: str):
+    # Names are looked up at their first use, so that importing the package does no work.
+    if name not in _HOMES:
+        raise AttributeError(f"module 'lora_stream' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"lora_stream.{_HOMES[name]}"), name)
