@@ -1,0 +1,342 @@
+"""The drop-in call: bring an engine to the model's present policy, and prove it.
+
+    lora_stream.sync(model, engine)     after every optimizer step
+
+The engine ends on the new policy, or on the one it had, or marked so that the next sync sends everything; never on a
+mixture that is taken for good.
+"""
+
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from lora_stream.merged_weights import MergedWeights, Rounding, Stream
+from lora_stream.plan import FUSED_MODULES, Adapter, ParamMeta, Plan, Task, fused_unit
+from lora_stream.report import SyncReport
+
+
+class SyncError(RuntimeError):
+    """A sync failed after the engine began to load. The text says which weights the engine now holds."""
+
+
+class UnmovedError(RuntimeError):
+    """The adapter has moved, and the sync has changed nothing. `report` tells what was sent."""
+
+    def __init__(self, message: str, report: SyncReport) -> None:
+        super().__init__(message)
+        self.report = report
+
+
+class Engine(Protocol):
+    """The seam to an engine: what `sync` needs of one."""
+
+    wire_dtype: torch.dtype | None  # what the engine wants on the wire; None: no wish
+    fused_modules: Sequence[Sequence[str]]
+
+    def check(self, metadata: Sequence[ParamMeta]) -> None:
+        """Raise ValueError, the engine untouched, if it could not load exactly this."""
+
+    def update(
+        self, metadata: Sequence[ParamMeta], weights: Iterator[tuple[str, torch.Tensor]], weight_version: str | None
+    ) -> None:
+        """Load the weights, drop every cache of the old ones, set the version. On an error, put back what can be."""
+
+
+def sync(
+    model: nn.Module,
+    engine: object,
+    *,
+    full: bool = False,
+    base_loaded: bool = False,
+    wire_dtype: torch.dtype | None = None,
+    adapter_name: str | None = None,
+    onload: Callable[[], object] | None = None,
+    offload: Callable[[], object] | None = None,
+    weight_version: str | None = None,
+    allow_unmoved: bool = False,
+    on_tensor: Callable[[ParamMeta, Plan], object] | None = None,
+) -> SyncReport:
+    """Send the model's merged weights to the engine.
+
+    engine: a ``vllm.LLM`` in this process, or any object with ``load_weights(iterable of (name, tensor))``.
+    full: send every tensor. Without it the first sync to an engine sends everything, unless base_loaded says that the
+        engine was started on the very base weights of the model; later ones send what trains ("trained" scope).
+    wire_dtype: None takes the engine's dtype, or bfloat16 where it has no wish.
+    adapter_name, onload, offload: as in ``stream``.
+    weight_version: what the engine reports with its outputs from now on; None counts syncs.
+    allow_unmoved: do not raise when an adapter that has moved changes nothing after rounding.
+    on_tensor: called with each tensor's meta and the plan when the engine asks for it (progress bars).
+
+    Raises ValueError before anything is sent for what cannot be merged or loaded, SyncError when loading failed (its
+    text says what the engine holds now), UnmovedError when the sync changed nothing though the adapter has moved.
+    """
+    begin = time.perf_counter()
+    target = _engine_of(engine)
+    state = _state_of(engine)
+    if state.model is None or state.model() is not model:
+        state.forget(model)
+
+    def weights_of(scope: str) -> MergedWeights:
+        return MergedWeights(
+            model,
+            wire_dtype=wire_dtype or target.wire_dtype or torch.bfloat16,
+            scope=scope,
+            adapter_name=adapter_name,
+            onload=onload,
+            offload=offload,
+            fused_modules=(*FUSED_MODULES, *target.fused_modules),
+        )
+
+    partial = not full and not state.needs_full and (state.synced or base_loaded)
+    weights = weights_of("trained" if partial else "all")
+    if partial and not state.covered_by(weights.plan):
+        weights = weights_of("all")  # another adapter, with other targets: the old ones' weights must go back
+    seconds_plan = time.perf_counter() - begin
+    target.check(weights.metadata())
+
+    state.num_syncs += 1
+    weight_version = weight_version if weight_version is not None else str(state.num_syncs)
+    stream = iter(weights)
+    timed = _Timed(stream, on_tensor)
+    begin_update = time.perf_counter()
+    try:
+        target.update(stream.metadata(), timed, weight_version)
+        if len(timed.sent) < len(weights):
+            raise RuntimeError(f"the engine took only {len(timed.sent)} of {len(weights)} tensors")
+    except BaseException as error:
+        stream.close()
+        holds = _restore(target, state, base_loaded, stream.plan, timed.sent, target.fused_modules)
+        if not isinstance(error, Exception):
+            raise
+        raise SyncError(f"sync failed at tensor {len(timed.sent)} of {len(weights)}: {error}; {holds}") from error
+    finally:
+        stream.close()
+    seconds_update = time.perf_counter() - begin_update
+
+    stats = stream.stats
+    moved_names = state.moved_adapters(stream.plan, stats.rounding)
+    unmoved = tuple(name for name in moved_names if state.is_unmoved(name, stats.rounding[name]))
+    sent_fqns = {task.fqn for task in stream.plan.tasks}
+    report = SyncReport(
+        weight_version=weight_version,
+        scope=stream.plan.scope,
+        merged=stream.plan.names("merged"),
+        copied=stream.plan.names("copied"),
+        left=stream.plan.names("left"),
+        consumed=stream.plan.names("consumed"),
+        num_bytes=stream.plan.num_bytes,
+        num_bytes_left=sum(
+            meta.num_bytes for fqn, meta in state.full_metas(weights_of).items() if fqn not in sent_fqns
+        ),
+        peak_staging_bytes=stats.peak_staging_bytes,
+        seconds={
+            "plan": seconds_plan,
+            "merge": stats.seconds_merge,
+            "transfer": timed.seconds - stats.seconds_merge,
+            "engine": seconds_update - timed.seconds,
+            "total": time.perf_counter() - begin,
+        },
+        rounding=stats.rounding,
+        unmoved_targets=unmoved,
+    )
+    others_trained = any(task.trained and not task.adapters for task in stream.plan.tasks)
+    state.remember(stream.plan, stats.rounding, weight_version)
+    if moved_names and len(unmoved) == len(moved_names) and not others_trained and not allow_unmoved:
+        raise UnmovedError(
+            f"the adapter has moved but none of the {len(unmoved)} targets has: every update was smaller than a rounding "
+            f"step of {stream.plan.tasks[0].meta.dtype}, or the engine was sent what it had; check the learning rate and "
+            "the adapter's name, use a wider wire_dtype, or pass allow_unmoved=True",
+            report,
+        )
+    return report
+
+
+class _Timed:
+    """Passes a stream on; knows how long it took and what has gone out."""
+
+    def __init__(self, stream: Stream, on_tensor: Callable[[ParamMeta, Plan], object] | None) -> None:
+        self._stream = stream
+        self._on_tensor = on_tensor
+        self.seconds = 0.0
+
+    @property
+    def sent(self) -> list[ParamMeta]:
+        return self._stream.stats.sent
+
+    def __iter__(self) -> "_Timed":
+        return self
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        begin = time.perf_counter()
+        try:
+            item = next(self._stream)
+        finally:
+            self.seconds += time.perf_counter() - begin
+        if self._on_tensor is not None:
+            self._on_tensor(self.sent[-1], self._stream.plan)
+        return item
+
+
+@dataclass
+class _EngineState:
+    """What an engine holds, as far as its syncs tell: enough to merge the last policy again.
+
+    The base is frozen, so a copy of the adapters, and of what else trains, is all it takes.
+    """
+
+    model: weakref.ref | None = None
+    synced: bool = False
+    needs_full: bool = False
+    num_syncs: int = 0
+    weight_version: str | None = None
+    adapters: dict[str, tuple[Adapter, ...]] = field(default_factory=dict)  # by checkpoint name
+    copies: dict[str, torch.Tensor] = field(default_factory=dict)
+    checksums: dict[str, int] = field(default_factory=dict)
+    metas: dict[str, ParamMeta] | None = None  # of all tensors, by FQN
+
+    def forget(self, model: nn.Module) -> None:
+        """Another model: what the engine holds is nothing that this one could restore or complete."""
+        self.model = weakref.ref(model)
+        self.needs_full = self.needs_full or self.synced
+        self.synced, self.metas, self.weight_version = False, None, None
+        self.adapters, self.copies, self.checksums = {}, {}, {}
+
+    def covered_by(self, plan: Plan) -> bool:
+        names = {task.meta.name for task in plan.tasks}
+        return self.adapters.keys() <= names and self.copies.keys() <= names
+
+    def full_metas(self, weights_of: Callable[[str], MergedWeights]) -> dict[str, ParamMeta]:
+        if self.metas is None:
+            self.metas = {task.fqn: task.meta for task in weights_of("all").plan.tasks}
+        return self.metas
+
+    def remember(self, plan: Plan, rounding: dict[str, Rounding], weight_version: str) -> None:
+        """The engine now holds what `plan` sent. A model that trains without adapters is not copied: it is too large."""
+        self.synced, self.needs_full, self.weight_version = True, False, weight_version
+        self.adapters, self.copies = {}, {}
+        self.checksums = {name: found.checksum for name, found in rounding.items()}
+        with_adapters = any(task.adapters for task in plan.tasks)
+        for task in plan.tasks:
+            if task.adapters:
+                self.adapters[task.meta.name] = tuple(
+                    replace(a, lora_A=a.lora_A.detach().clone(), lora_B=a.lora_B.detach().clone())
+                    for a in task.adapters
+                )
+            elif task.trained and with_adapters:
+                self.copies[task.meta.name] = task.base.detach().to(task.meta.dtype, copy=True)
+
+    def moved_adapters(self, plan: Plan, rounding: dict[str, Rounding]) -> list[str]:
+        """Names of merged tensors whose adapters differ from those of the last sync; in the first, those with a delta."""
+        if not self.synced:
+            return [name for name, found in rounding.items() if found.changed]
+        moved = []
+        for task in plan.tasks:
+            if not task.adapters:
+                continue
+            old = self.adapters.get(task.meta.name, ())
+            same = len(old) == len(task.adapters) and all(
+                a.scaling == b.scaling and torch.equal(a.lora_A, b.lora_A) and torch.equal(a.lora_B, b.lora_B)
+                for a, b in zip(old, task.adapters, strict=True)
+            )
+            if not same:
+                moved.append(task.meta.name)
+        return moved
+
+    def is_unmoved(self, name: str, rounding: Rounding) -> bool:
+        if name in self.checksums:
+            return self.checksums[name] == rounding.checksum
+        return rounding.unmoved == rounding.changed
+
+    def old_task(self, task: Task) -> Task | None:
+        """The task that sends what the engine held before; None where that is not known."""
+        name = task.meta.name
+        if name in self.adapters:
+            return replace(task, adapters=self.adapters[name])
+        if name in self.copies:
+            return replace(task, base=self.copies[name], adapters=())
+        if task.trained and not task.adapters:
+            return None  # never sent before: only the engine's own checkpoint has it
+        return replace(task, adapters=())
+
+
+def _restore(
+    target: Engine,
+    state: _EngineState,
+    base_loaded: bool,
+    plan: Plan,
+    sent: Sequence[ParamMeta],
+    fused_modules: Sequence[Sequence[str]],
+) -> str:
+    """After a failed update: send the old values of all that may have been replaced. Says what the engine holds."""
+    if not sent:
+        return "the engine holds its old weights"
+    known = (state.synced or base_loaded) and not state.needs_full
+    # Only a finished sync, this one or a restoring one, clears it.
+    state.needs_full = True
+    if known:
+        groups = (*FUSED_MODULES, *fused_modules)
+        units = {fused_unit(meta.name, groups) for meta in sent}
+        touched = [task for task in plan.tasks if fused_unit(task.meta.name, groups) in units]
+        old = [state.old_task(task) for task in touched]
+        if None not in old:
+            restoring = Stream(Plan(tasks=tuple(old), scope=plan.scope, account={}))
+            try:
+                target.update(restoring.metadata(), restoring, state.weight_version)
+            except Exception as error:
+                return (
+                    f"restoring its old weights failed too ({error}): it must get a full sync, as the next one will be"
+                )
+            finally:
+                restoring.close()
+            state.needs_full = False
+            return "the engine was put back on its old weights"
+    return "the engine may hold a mixture of old and new weights: it must get a full sync, as the next one will be"
+
+
+_states: "weakref.WeakKeyDictionary[object, _EngineState]" = weakref.WeakKeyDictionary()
+
+
+def _state_of(engine: object) -> _EngineState:
+    try:
+        return _states.setdefault(engine, _EngineState())
+    except TypeError:  # not hashable or not weakly referable: cannot be known again, so each sync is its first
+        return _EngineState()
+
+
+def _engine_of(engine: object) -> Engine:
+    # An LLM object exists only where its module was imported; lora_stream itself does not import vLLM for this.
+    llm_class = getattr(sys.modules.get("vllm.entrypoints.llm"), "LLM", None)
+    if llm_class is not None and isinstance(engine, llm_class):
+        from lora_stream.vllm.llm import LLMEngine
+
+        return LLMEngine(engine)
+    if callable(getattr(engine, "load_weights", None)):
+        return _Loader(engine)
+    raise ValueError(
+        f"engine must be a vllm.LLM or have a method load_weights(iterable), got {type(engine).__module__}."
+        f"{type(engine).__name__}"
+    )
+
+
+class _Loader:
+    """Any object with ``load_weights``. What it checks and how it fails is its own affair."""
+
+    wire_dtype = None
+    fused_modules = ()
+
+    def __init__(self, engine) -> None:
+        self._engine = engine
+
+    def check(self, metadata: Sequence[ParamMeta]) -> None:
+        pass
+
+    def update(
+        self, metadata: Sequence[ParamMeta], weights: Iterator[tuple[str, torch.Tensor]], weight_version: str | None
+    ) -> None:
+        self._engine.load_weights(weights)

@@ -1,0 +1,84 @@
+"""What a sync did, for people and for loggers."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+from lora_stream.merged_weights import Rounding
+from lora_stream.plan import Scope
+
+
+def format_bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            break
+        count /= 1024
+    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncReport:
+    """The proof of one sync. Byte counts are of the wire dtype, times are seconds of wall clock.
+
+    seconds: "plan" (reading the model), "merge" (the kernel and copies into staging), "transfer" (the rest of the
+        stream: onload, offload, handing over), "engine" (loading in the engine, cache reset included), "total".
+    """
+
+    weight_version: str
+    scope: Scope
+    merged: tuple[str, ...]  # checkpoint names
+    copied: tuple[str, ...]  # checkpoint names
+    left: tuple[str, ...]  # FQNs: not sent, because unchanged, tied to another tensor or not part of the policy
+    consumed: tuple[str, ...]  # FQNs of the adapter tensors that went into the merged ones
+    num_bytes: int
+    num_bytes_left: int  # of unchanged base weights that were not sent again
+    peak_staging_bytes: int
+    seconds: Mapping[str, float]
+    rounding: Mapping[str, Rounding] = field(repr=False)  # by checkpoint name, merged tensors only
+    # Merged tensors whose adapter has moved since the last sync, or is not zero in the first, and whose values have not.
+    unmoved_targets: tuple[str, ...] = ()
+
+    @property
+    def share_unmoved(self) -> float:
+        """Of the targeted elements with a delta, those that rounding put back where the base was; 0 where none has."""
+        changed = sum(rounding.changed for rounding in self.rounding.values())
+        return sum(rounding.unmoved for rounding in self.rounding.values()) / changed if changed else 0.0
+
+    @property
+    def norm_kept(self) -> float:
+        """Norm of the update that arrived over the norm of the delta: 1 with no loss; 0 where there is no delta."""
+        delta_sq = sum(rounding.delta_sq for rounding in self.rounding.values())
+        return math.sqrt(sum(rounding.kept_sq for rounding in self.rounding.values()) / delta_sq) if delta_sq else 0.0
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Label and text of each line that people read."""
+        rows = [
+            ("weight version", self.weight_version),
+            ("scope", self.scope),
+            ("merged", f"{len(self.merged)} tensors"),
+            ("copied", f"{len(self.copied)} tensors"),
+            ("left", f"{len(self.left)} tensors, {format_bytes(self.num_bytes_left)} not sent again"),
+            ("adapter tensors", f"{len(self.consumed)} consumed"),
+            ("sent", format_bytes(self.num_bytes)),
+            ("peak staging", format_bytes(self.peak_staging_bytes)),
+            ("seconds", ", ".join(f"{phase} {value:.3f}" for phase, value in self.seconds.items())),
+            ("lost to rounding", f"{self.share_unmoved:.1%} of the targeted elements did not move"),
+            ("norm kept", f"{self.norm_kept:.3f} of the delta's"),
+        ]
+        if self.unmoved_targets:
+            rows.append(("UNMOVED", f"{len(self.unmoved_targets)} targets: {', '.join(self.unmoved_targets[:3])} ..."))
+        return rows
+
+    def __str__(self) -> str:
+        width = max(len(label) for label, _ in self.rows())
+        return "\n".join(f"{label:<{width}}  {text}" for label, text in self.rows())
+
+    def to_dict(self) -> dict:
+        """Plain numbers, strings, lists and dicts: json.dumps takes it."""
+        return {
+            **{key: list(value) if isinstance(value, tuple) else value for key, value in vars(self).items()},
+            "seconds": dict(self.seconds),
+            "rounding": {name: asdict(rounding) for name, rounding in self.rounding.items()},
+            "share_unmoved": self.share_unmoved,
+            "norm_kept": self.norm_kept,
+        }
