@@ -1,0 +1,175 @@
+"""Would this engine load exactly these tensors? Asked before a weight moves, since vLLM finds out too late or never.
+
+vLLM's own loaders answer: they are run on meta tensors, which have shapes and no values, and each copy they would make is
+counted. A name that no loader takes, a tensor of which only a part is taken, and a module that would be filled only in part
+show in the counts, whatever the model's naming and stacking rules are.
+"""
+
+import weakref
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import CopyCounter, to_meta_tensor
+from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
+
+from lora_stream.plan import ParamMeta
+
+# Manifests that a model has accepted, so that later syncs of the same tensors do not ask again.
+_accepted: "weakref.WeakKeyDictionary[nn.Module, set[tuple[ParamMeta, ...]]]" = weakref.WeakKeyDictionary()
+
+
+def check_manifest(model: nn.Module, vllm_config, metadata: Sequence[ParamMeta]) -> None:
+    """Raise ValueError, naming the parameter, unless `model` would take all of `metadata` and nothing would be missing.
+
+    Refused are: an unknown name, any wrong shape, a dtype other than the engine's, a part of a fused module without its
+    siblings, a tensor that the engine ties to another, an engine on a quantised checkpoint. The model is not changed.
+    """
+    manifest = tuple(metadata)
+    if manifest in _accepted.get(model, ()):
+        return
+    _check_unquantised(vllm_config)
+    for meta in manifest:
+        if meta.dtype.is_floating_point and meta.dtype != vllm_config.model_config.dtype:
+            raise ValueError(
+                f"{meta.name}: comes as {meta.dtype}, but the engine computes in {vllm_config.model_config.dtype}; "
+                f"pass wire_dtype={vllm_config.model_config.dtype}"
+            )
+    _rehearse(model, manifest, tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size)
+    _accepted.setdefault(model, set()).add(manifest)
+
+
+def _check_unquantised(vllm_config) -> None:
+    quant_config = vllm_config.quant_config
+    # Quantisation of a bfloat16 checkpoint while it loads is done again at every reload; a checkpoint that was
+    # quantised beforehand holds scales that the stream has not.
+    if quant_config is not None and getattr(quant_config, "is_checkpoint_fp8_serialized", True):
+        raise ValueError(
+            f"the engine runs a checkpoint that was quantised beforehand ({quant_config.get_name()}); it cannot take "
+            "merged weights: start it on the unquantised checkpoint"
+        )
+
+
+@dataclass
+class _Copies:
+    """What the loaders would write, in elements."""
+
+    by_name: int = 0  # for the tensor at hand
+    by_layer: dict[nn.Module, dict[str, int]] = field(default_factory=dict)  # parameter -> elements
+    names: dict[nn.Module, list[str]] = field(default_factory=dict)  # checkpoint names, in order
+
+
+def _rehearse(model: nn.Module, manifest: Sequence[ParamMeta], *, tensor_parallel_size: int) -> None:
+    ties = _tied_parameters(model)
+    copies = _Copies()
+    with _on_meta(model, copies) as layer_sizes:
+        prefixes = {module: prefix for prefix, module in model.named_modules()}
+        for meta in manifest:
+            copies.by_name = 0
+            before = {layer: dict(parts) for layer, parts in copies.by_layer.items()}
+            tensor = torch.empty(meta.shape, dtype=meta.dtype, device="meta")
+            try:
+                model.load_weights([(meta.name, tensor)])
+            except Exception as error:
+                raise ValueError(
+                    f"{meta.name}: the engine cannot load it with shape {tuple(meta.shape)}: {error}"
+                ) from error
+            touched = [layer for layer, parts in copies.by_layer.items() if parts != before.get(layer)]
+            for layer in touched:
+                copies.names.setdefault(layer, []).append(meta.name)
+                for part in copies.by_layer[layer]:
+                    if (owner := ties.get((layer, part))) is not None:
+                        raise ValueError(
+                            f"{meta.name}: is tied to {owner} in the engine and would overwrite it; send that one only"
+                        )
+            if not touched:
+                raise ValueError(
+                    f"{meta.name}: no parameter of the engine's {type(model).__name__} takes it; the engine runs another "
+                    "architecture, or ties this tensor to one that is sent under another name"
+                )
+            if tensor_parallel_size == 1 and copies.by_name != tensor.numel():
+                raise ValueError(
+                    f"{meta.name}: has shape {tuple(meta.shape)}, of which the engine would take only {copies.by_name} of "
+                    f"{tensor.numel()} elements; it runs a model of other sizes"
+                )
+        for layer, parts in copies.by_layer.items():
+            loaded, size = sum(parts.values()), layer_sizes[layer]
+            if loaded < size:
+                raise ValueError(
+                    f"{prefixes[layer]}: {', '.join(copies.names[layer])} fill only {loaded} of its {size} elements, the "
+                    "rest would be uninitialised memory; send all tensors of a fused module together"
+                )
+
+
+def _tied_parameters(model: nn.Module) -> dict[tuple[nn.Module, str], str]:
+    """Parameters that are the same object as an earlier one: {(module, parameter): the earlier one's name}."""
+    first: dict[int, str] = {}
+    ties = {}
+    for prefix, module in model.named_modules():
+        for part, parameter in module._parameters.items():
+            name = f"{prefix}.{part}"
+            if parameter is not None and first.setdefault(id(parameter), name) != name:
+                ties[module, part] = first[id(parameter)]
+    return ties
+
+
+@contextmanager
+def _on_meta(model: nn.Module, copies: _Copies):
+    """The model with meta tensors in checkpoint form in place of its own, their loaders counting; yields {module: how
+    many elements its checkpoint tensors have}. The own tensors are only taken out of the dictionaries and put back."""
+    saved = [(layer, dict(layer._parameters), dict(layer._buffers)) for layer in model.modules()]
+    sizes = {}
+    try:
+        for layer, own_parameters, own_buffers in saved:
+            parameters, buffers = get_layerwise_info(layer).restore_metadata
+            size = 0
+            for own, recorded, place in (
+                (own_parameters, parameters, layer._parameters),
+                (own_buffers, buffers, layer._buffers),
+            ):
+                persistent = {part for part in own if part not in layer._non_persistent_buffers_set}
+                for part in [*own, *(part for part in recorded if part not in own)]:
+                    # What vLLM recorded is the checkpoint form; it records no biases, which keep theirs.
+                    source = recorded.get(part, own.get(part))
+                    if source is None:
+                        continue
+                    meta = restore_layer_refs(to_meta_tensor(source), layer)
+                    meta.weight_loader = _counting(_get_original_loader(meta), layer, part, copies)
+                    place[part] = meta
+                    if place is layer._parameters or part in persistent:
+                        size += get_tensor_load_numel(meta)
+            sizes[layer] = size - _padding(layer)
+        yield sizes
+    finally:
+        for layer, own_parameters, own_buffers in saved:
+            layer._parameters.clear()
+            layer._parameters.update(own_parameters)
+            layer._buffers.clear()
+            layer._buffers.update(own_buffers)
+
+
+def _padding(layer: nn.Module) -> int:
+    """Elements that no checkpoint fills: vLLM rounds vocabularies up."""
+    if isinstance(layer, VocabParallelEmbedding):
+        return (layer.num_embeddings_per_partition - layer.shard_indices.num_org_elements) * layer.embedding_dim
+    return 0
+
+
+def _counting(loader, layer: nn.Module, part: str, copies: _Copies):
+    def counting_loader(*args, **kwargs):
+        with CopyCounter() as counter:
+            result = loader(*args, **kwargs)
+        # A loader that works on what it has copied copies again: a parameter takes no more than it has.
+        parameter = kwargs.get("param", args[0] if args else None)
+        count = min(counter.copied_numel, get_tensor_load_numel(parameter))
+        copies.by_name += count
+        parts = copies.by_layer.setdefault(layer, {})
+        parts[part] = parts.get(part, 0) + count
+        return result
+
+    return counting_loader

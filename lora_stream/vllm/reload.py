@@ -1,0 +1,75 @@
+"""The brackets around loading weights into a live vLLM model, and the way back out of them.
+
+    start ──► model.load_weights ──► finish        (vLLM's layerwise reload)
+      └──────── abort, on any error ◄──┘
+
+Between start and finish the model's parameters are on the meta device: a forward pass there kills the engine, so every
+start must end in a finish or an abort.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import (
+    LOADING_LAYERS,
+    _place_kernel_tensors,
+    get_layerwise_info,
+)
+from vllm.platforms import current_platform
+
+from lora_stream.plan import ParamMeta
+
+
+def start(model: nn.Module) -> None:
+    initialize_layerwise_reload(model)
+
+
+def load(model: nn.Module, metadata: Sequence[ParamMeta], weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Feed the weights, each checked against what was announced."""
+    model.load_weights(_as_announced(metadata, weights))
+
+
+def finish(model: nn.Module, model_config, metadata: Sequence[ParamMeta]) -> None:
+    finalize_layerwise_reload(model, model_config)
+    if current_platform.is_cpu():
+        _refresh_tied_heads(model)
+
+
+def abort(model: nn.Module) -> None:
+    """Put the old tensors back into every module that is not complete. vLLM itself has no such call: it would replay
+    what it has buffered at every later update, a wrong tensor included."""
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            if info.kernel_tensors is not None:
+                _place_kernel_tensors(layer, info)
+            info.reset()
+    LOADING_LAYERS.clear()
+
+
+def _as_announced(
+    metadata: Sequence[ParamMeta], weights: Iterator[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    announced = iter(metadata)
+    for name, tensor in weights:
+        expected = next(announced, None)
+        got = ParamMeta(name, tensor.dtype, tuple(tensor.shape))
+        if got != expected:
+            raise ValueError(f"the stream yielded {got}, but {expected} was announced at this place")
+        yield name, tensor
+    if (missing := next(announced, None)) is not None:
+        raise ValueError(f"the stream ended before {missing.name}, which was announced")
+
+
+def _refresh_tied_heads(model: nn.Module) -> None:
+    """On the CPU an embedding keeps a packed copy of its weight for the logits, made when its own weight was loaded. A
+    head that is tied to it has another copy, which loading the embedding alone would leave stale."""
+    owners: dict[int, nn.Module] = {}
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding):
+            owner = owners.setdefault(id(module.weight), module)
+            if owner is not module:
+                module.quant_method.process_weights_after_loading(module)

@@ -1,0 +1,197 @@
+"""`sync` into a live vllm.LLM, against engines that loaded the merged checkpoint from disk. vllm layer."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from vllm import SamplingParams
+
+import lora_stream
+from tests.models import assert_same_state, fill, state, with_lora
+from tests.vllm.conftest import PROMPTS, logprobs
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture
+def model(setup):
+    return with_lora(setup.base())
+
+
+def logprobs_from_disk(setup, model, tmp_path):
+    """Of an engine in a process of its own that loads a checkpoint made of the same merged tensors. Only one engine at a
+    time can live in a process: shutting one down takes vLLM's process groups with it."""
+    shutil.copytree(setup.directory, tmp_path / "merged")
+    merged = dict(lora_stream.stream(model, wire_dtype=setup.dtype))
+    save_file(merged, tmp_path / "merged" / "model.safetensors", metadata={"format": "pt"})
+    code = (
+        "import json, sys, tests.conftest; from tests.vllm.conftest import logprobs, make_llm;"
+        "print('LOGPROBS' + json.dumps(logprobs(make_llm(sys.argv[1], sys.argv[2]))))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "merged"), str(setup.dtype).removeprefix("torch.")]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stderr[-3000:]
+    (line,) = [line for line in run.stdout.splitlines() if line.startswith("LOGPROBS")]
+    return json.loads(line.removeprefix("LOGPROBS"))
+
+
+def as_json(found):
+    return json.loads(json.dumps(found))
+
+
+def test_synced_engine_computes_bitwise_what_one_from_disk_does_after_each_step(setup, model, tmp_path):
+    base = logprobs(setup.llm)
+    before = state(model)
+    first_report = lora_stream.sync(model, setup.llm)
+    assert_same_state(before, state(model))
+    first = logprobs(setup.llm)
+    assert first != base
+    fill(model)  # the optimizer's step
+    second_report = lora_stream.sync(model, setup.llm)
+    second = logprobs(setup.llm)
+    assert second != first
+    assert (first_report.scope, second_report.scope) == ("all", "trained")
+    assert second_report.num_bytes < first_report.num_bytes
+    assert as_json(second) == logprobs_from_disk(setup, model, tmp_path)
+
+
+def test_engine_and_trainer_agree_on_the_policy(setup, model):
+    lora_stream.sync(model, setup.llm, full=True)
+    with torch.no_grad():
+        log_softmax = model(torch.tensor([PROMPTS[0]])).logits[0].float().log_softmax(-1)
+    engine = [position[token] for position, token in zip(logprobs(setup.llm)[0], PROMPTS[0][1:], strict=True)]
+    trainer = [log_softmax[i, token].item() for i, token in enumerate(PROMPTS[0][1:])]
+    tolerance = 1e-4 if setup.dtype == torch.float32 else 0.15
+    assert engine == pytest.approx(trainer, abs=tolerance)
+
+
+@pytest.mark.parametrize("fail_at", [1, 5, "last"])
+def test_a_source_that_fails_leaves_the_engine_on_its_old_weights_and_the_next_sync_works(setup, model, fail_at):
+    lora_stream.sync(model, setup.llm, full=True, weight_version="old")
+    old = logprobs(setup.llm)
+    fill(model)
+    seen = []
+
+    def fail(meta, plan):
+        seen.append(meta)
+        if len(seen) == (len(plan.tasks) if fail_at == "last" else fail_at):
+            raise OSError("trainer broke")
+
+    with pytest.raises(lora_stream.SyncError, match=r"trainer broke; the engine was put back on its old weights"):
+        lora_stream.sync(model, setup.llm, on_tensor=fail, weight_version="new")
+    assert logprobs(setup.llm) == old
+    assert setup.llm.get_weight_version() == "old"
+    lora_stream.sync(model, setup.llm, weight_version="new")
+    new = logprobs(setup.llm)
+    assert new != old
+    lora_stream.sync(model, setup.llm, full=True, allow_unmoved=True)
+    assert logprobs(setup.llm) == new
+
+
+def test_a_non_finite_adapter_leaves_the_engine_on_its_old_weights(setup, model):
+    lora_stream.sync(model, setup.llm, full=True)
+    old = logprobs(setup.llm)
+    layer = model.get_base_model().model.layers[1].mlp.down_proj
+    good = layer.lora_B["default"].weight.detach().clone()
+    with torch.no_grad():
+        layer.lora_B["default"].weight[0, 0] = float("nan")
+    with pytest.raises(lora_stream.SyncError, match=r"layers\.1\.mlp\.down_proj.*not finite"):
+        lora_stream.sync(model, setup.llm)
+    assert logprobs(setup.llm) == old
+    with torch.no_grad():
+        layer.lora_B["default"].weight.copy_(good)
+    lora_stream.sync(model, setup.llm)
+    assert logprobs(setup.llm) == old
+
+
+def test_old_prefixes_are_forgotten(setup, model):
+    """vLLM keeps the KV cache of old weights otherwise. Requests for prompt logprobs do not read it, so none here."""
+    sampling = SamplingParams(max_tokens=4, temperature=0, logprobs=2, detokenize=False, ignore_eos=True)
+    prompt = [{"prompt_token_ids": [i % 1000 for i in range(200)]}]
+
+    def answer():
+        (output,) = setup.llm.generate(prompt, sampling, use_tqdm=False)
+        return output.num_cached_tokens, [next(iter(p.values())).logprob for p in output.outputs[0].logprobs]
+
+    lora_stream.sync(model, setup.llm, full=True)
+    answer()
+    assert answer()[0] > 0, "the prefix cache is off, the test shows nothing"
+    fill(model)
+    lora_stream.sync(model, setup.llm)
+    cached, after_sync = answer()
+    assert cached == 0
+    setup.llm.reset_prefix_cache()
+    assert answer() == (0, after_sync)
+
+
+def test_a_prefix_cache_that_cannot_be_reset_is_an_error(setup, model, monkeypatch):
+    lora_stream.sync(model, setup.llm, full=True)
+    fill(model)
+    monkeypatch.setattr(setup.llm, "reset_prefix_cache", lambda: False)
+    with pytest.raises(lora_stream.SyncError, match="could not reset its prefix cache"):
+        lora_stream.sync(model, setup.llm)
+    monkeypatch.undo()
+    assert lora_stream.sync(model, setup.llm).scope == "all"
+
+
+def test_outputs_carry_the_weight_version(setup, model):
+    lora_stream.sync(model, setup.llm, full=True, weight_version="step-41")
+    sampling = SamplingParams(max_tokens=3, detokenize=False, ignore_eos=True)
+    (output,) = setup.llm.generate([{"prompt_token_ids": [1, 2, 3]}], sampling, use_tqdm=False)
+    assert "step-41" in repr(output.outputs[0].weight_versions)
+
+
+def test_an_engine_with_requests_in_flight_is_refused_untouched(setup, model):
+    lora_stream.sync(model, setup.llm, full=True)
+    old = logprobs(setup.llm)
+    engine = setup.llm.llm_engine
+    request = engine.add_request(
+        "busy", {"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=50, detokenize=False)
+    )
+    fill(model)
+    with pytest.raises(ValueError, match="unfinished requests"):
+        lora_stream.sync(model, setup.llm)
+    engine.abort_request([request or "busy"])
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert logprobs(setup.llm) == old
+    lora_stream.sync(model, setup.llm)
+    assert logprobs(setup.llm) != old
+
+
+def test_a_trained_tied_embedding_reaches_the_logits(setup, tmp_path):
+    """On the CPU the tied head has a packed copy of its own, which loading the embedding alone would leave stale."""
+    tied = setup.base().config.tie_word_embeddings
+    extra = {"ensure_weight_tying": True} if tied else {}
+    model = with_lora(setup.base(), modules_to_save=["embed_tokens"], **extra)
+    embedding = model.get_base_model().model.embed_tokens.modules_to_save["default"]
+    with torch.no_grad():
+        embedding.weight.add_(torch.randn_like(embedding.weight) * 0.05)
+    lora_stream.sync(model, setup.llm, full=True)
+    assert as_json(logprobs(setup.llm)) == logprobs_from_disk(setup, model, tmp_path)
+
+
+def test_a_model_of_another_size_is_refused_untouched(setup, model):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    lora_stream.sync(model, setup.llm, full=True)
+    old = logprobs(setup.llm)
+    config = AutoConfig.from_pretrained(setup.directory)
+    config.intermediate_size = 96
+    other = with_lora(AutoModelForCausalLM.from_config(config))
+    with pytest.raises(ValueError, match=r"mlp\.gate_proj\.weight"):
+        lora_stream.sync(other, setup.llm)
+    assert logprobs(setup.llm) == old
+
+
+def test_an_engine_in_another_process_is_refused_with_what_to_set():
+    from types import SimpleNamespace
+
+    from lora_stream.vllm.llm import LLMEngine
+
+    with pytest.raises(ValueError, match="VLLM_ENABLE_V1_MULTIPROCESSING=0"):
+        LLMEngine(SimpleNamespace(llm_engine=SimpleNamespace()))
