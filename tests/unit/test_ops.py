@@ -207,7 +207,7 @@ def test_lists_of_different_lengths_are_refused():
 
 def test_unknown_cpu_path_is_refused_by_name(monkeypatch):
     monkeypatch.setenv("LORA_STREAM_CPU", "sse9")
-    with pytest.raises(RuntimeError, match="LORA_STREAM_CPU=sse9: expected one of .*portable"):
+    with pytest.raises(RuntimeError, match=r"LORA_STREAM_CPU=sse9: expected one of .*portable"):
         _C.cpu_path()
     unsupported = [name for name, supported in _C.cpu_paths() if not supported]
     for name in unsupported:
