@@ -17,7 +17,7 @@ CXX_SOURCES := $(shell find csrc tests/cpp -name '*.cpp' -o -name '*.h' -o -name
 .PHONY: demo test cpp-test py-test format lint bench clean
 
 demo: $(VENV)/built
-	$(BIN)/lora-stream demo
+	TQDM_DISABLE=1 $(BIN)/lora-stream demo
 
 test: cpp-test py-test
 

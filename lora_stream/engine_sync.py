@@ -99,6 +99,7 @@ def sync(
         weights = weights_of("all")  # another adapter, with other targets: the old ones' weights must go back
     seconds_plan = time.perf_counter() - begin
     target.check(weights.metadata())
+    seconds_check = time.perf_counter() - begin - seconds_plan
 
     state.num_syncs += 1
     weight_version = weight_version if weight_version is not None else str(state.num_syncs)
@@ -137,6 +138,7 @@ def sync(
         peak_staging_bytes=stats.peak_staging_bytes,
         seconds={
             "plan": seconds_plan,
+            "check": seconds_check,
             "merge": stats.seconds_merge,
             "transfer": timed.seconds - stats.seconds_merge,
             "engine": seconds_update - timed.seconds,

@@ -128,11 +128,13 @@ def build_plan(
     wire_dtype: torch.dtype | None = torch.bfloat16,
     scope: Scope = "all",
     fused_modules: Sequence[Sequence[str]] = FUSED_MODULES,
+    planning_only: bool = False,
 ) -> Plan:
     """Decide what is sent and in which order.
 
     wire_dtype: dtype of floating-point tensors on the wire; None keeps each as it is. Integer buffers keep theirs.
     scope: "all", or "trained": merged targets and what else may have changed, with everything that vLLM stacks with it.
+    planning_only: accept tensors without values (meta device); such a plan can be read, not streamed.
 
     Raises ValueError, naming the tensor and what to do: nothing to merge on a model with adapters, two tensors of one
     name, a tensor that no fate fits, dtypes and devices that cannot be merged.
@@ -148,7 +150,7 @@ def build_plan(
         )
     _check_account(model)
     for record in model.records:
-        _check_record(record)
+        _check_record(record, planning_only)
 
     by_name: dict[str, Record] = {}
     for record in model.records:
@@ -197,8 +199,8 @@ def _check_account(model: ModelRecords) -> None:
         )
 
 
-def _check_record(record: Record) -> None:
-    if record.tensor.is_meta:
+def _check_record(record: Record, planning_only: bool) -> None:
+    if record.tensor.is_meta and not planning_only:
         raise ValueError(f"{record.fqn}: is on the meta device, it has no values; load the weights first")
     if not record.adapters:
         return
@@ -213,7 +215,7 @@ def _check_record(record: Record) -> None:
             ("lora_B", adapter.lora_B, (rows, rank)),
         ):
             where = f"{record.fqn}: {name} of adapter {adapter.name!r}"
-            if tensor.is_meta:
+            if tensor.is_meta and not planning_only:
                 raise ValueError(f"{where} is on the meta device, it has no values; load the adapter first")
             if tuple(tensor.shape) != shape:
                 raise ValueError(f"{where} must have shape {shape}, got {tuple(tensor.shape)}")

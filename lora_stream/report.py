@@ -20,7 +20,7 @@ def format_bytes(count: float) -> str:
 class SyncReport:
     """The proof of one sync. Byte counts are of the wire dtype, times are seconds of wall clock.
 
-    seconds: "plan" (reading the model), "merge" (the kernel and copies into staging), "transfer" (the rest of the
+    seconds: "plan" (reading the model), "check" (asking the engine whether it would take it), "merge" (the kernel and copies into staging), "transfer" (the rest of the
         stream: onload, offload, handing over), "engine" (loading in the engine, cache reset included), "total".
     """
 

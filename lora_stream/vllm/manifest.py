@@ -6,7 +6,7 @@ show in the counts, whatever the model's naming and stacking rules are.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -40,7 +40,13 @@ def check_manifest(model: nn.Module, vllm_config, metadata: Sequence[ParamMeta])
                 f"{meta.name}: comes as {meta.dtype}, but the engine computes in {vllm_config.model_config.dtype}; "
                 f"pass wire_dtype={vllm_config.model_config.dtype}"
             )
-    _rehearse(model, manifest, tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size)
+    whole = vllm_config.parallel_config.tensor_parallel_size == 1
+    try:
+        _rehearse(model, [manifest], takes_whole_tensors=whole)
+    except ValueError:
+        # One call of load_weights for all is fast, but a model may read ahead in it, and then a copy is counted for the
+        # wrong name: name by name decides, and says whose fault it is.
+        _rehearse(model, [(meta,) for meta in manifest], takes_whole_tensors=whole)
     _accepted.setdefault(model, set()).add(manifest)
 
 
@@ -59,51 +65,83 @@ def _check_unquantised(vllm_config) -> None:
 class _Copies:
     """What the loaders would write, in elements."""
 
-    by_name: int = 0  # for the tensor at hand
-    by_layer: dict[nn.Module, dict[str, int]] = field(default_factory=dict)  # parameter -> elements
+    meta: ParamMeta | None = None  # the tensor at hand
+    by_name: int = 0  # of it
+    touched: set[tuple[nn.Module, str]] = field(default_factory=set)  # parameters that took of it
+    by_layer: dict[nn.Module, int] = field(default_factory=dict)
     names: dict[nn.Module, list[str]] = field(default_factory=dict)  # checkpoint names, in order
 
+    def begin(self, meta: ParamMeta) -> None:
+        self.meta, self.by_name = meta, 0
+        self.touched.clear()
 
-def _rehearse(model: nn.Module, manifest: Sequence[ParamMeta], *, tensor_parallel_size: int) -> None:
+    def add(self, layer: nn.Module, part: str, count: int) -> None:
+        self.by_name += count
+        self.touched.add((layer, part))
+        self.by_layer[layer] = self.by_layer.get(layer, 0) + count
+        names = self.names.setdefault(layer, [])
+        if self.meta.name not in names:
+            names.append(self.meta.name)
+
+
+def _rehearse(model: nn.Module, calls: Sequence[Sequence[ParamMeta]], *, takes_whole_tensors: bool) -> None:
+    """Load meta tensors by these calls of load_weights; raise ValueError for the first that goes wrong."""
     ties = _tied_parameters(model)
     copies = _Copies()
+
+    def metas(call: Sequence[ParamMeta]) -> Iterator[tuple[str, torch.Tensor]]:
+        for meta in call:
+            copies.begin(meta)
+            yield meta.name, torch.empty(meta.shape, dtype=meta.dtype, device="meta")
+            _check_copies(meta, copies, ties, model, takes_whole_tensors)
+
     with _on_meta(model, copies) as layer_sizes:
-        prefixes = {module: prefix for prefix, module in model.named_modules()}
-        for meta in manifest:
-            copies.by_name = 0
-            before = {layer: dict(parts) for layer, parts in copies.by_layer.items()}
-            tensor = torch.empty(meta.shape, dtype=meta.dtype, device="meta")
+        for call in calls:
             try:
-                model.load_weights([(meta.name, tensor)])
+                model.load_weights(metas(call))
+            except _RefusedError as error:
+                raise ValueError(str(error)) from None
             except Exception as error:
+                meta = copies.meta
                 raise ValueError(
                     f"{meta.name}: the engine cannot load it with shape {tuple(meta.shape)}: {error}"
                 ) from error
-            touched = [layer for layer, parts in copies.by_layer.items() if parts != before.get(layer)]
-            for layer in touched:
-                copies.names.setdefault(layer, []).append(meta.name)
-                for part in copies.by_layer[layer]:
-                    if (owner := ties.get((layer, part))) is not None:
-                        raise ValueError(
-                            f"{meta.name}: is tied to {owner} in the engine and would overwrite it; send that one only"
-                        )
-            if not touched:
+        prefixes = {module: prefix for prefix, module in model.named_modules()}
+        for layer, loaded in copies.by_layer.items():
+            if loaded < layer_sizes[layer]:
                 raise ValueError(
-                    f"{meta.name}: no parameter of the engine's {type(model).__name__} takes it; the engine runs another "
-                    "architecture, or ties this tensor to one that is sent under another name"
+                    f"{prefixes[layer]}: {', '.join(copies.names[layer])} fill only {loaded} of its {layer_sizes[layer]} "
+                    "elements, the rest would be uninitialised memory; send all tensors of a fused module together"
                 )
-            if tensor_parallel_size == 1 and copies.by_name != tensor.numel():
-                raise ValueError(
-                    f"{meta.name}: has shape {tuple(meta.shape)}, of which the engine would take only {copies.by_name} of "
-                    f"{tensor.numel()} elements; it runs a model of other sizes"
-                )
-        for layer, parts in copies.by_layer.items():
-            loaded, size = sum(parts.values()), layer_sizes[layer]
-            if loaded < size:
-                raise ValueError(
-                    f"{prefixes[layer]}: {', '.join(copies.names[layer])} fill only {loaded} of its {size} elements, the "
-                    "rest would be uninitialised memory; send all tensors of a fused module together"
-                )
+
+
+class _RefusedError(Exception):
+    """Passes through vLLM's loaders, in whose middle a check is made."""
+
+
+def _check_copies(
+    meta: ParamMeta,
+    copies: _Copies,
+    ties: dict[tuple[nn.Module, str], str],
+    model: nn.Module,
+    takes_whole_tensors: bool,
+) -> None:
+    if not copies.touched:
+        raise _RefusedError(
+            f"{meta.name}: no parameter of the engine's {type(model).__name__} takes it; the engine runs another "
+            "architecture, or ties this tensor to one that is sent under another name"
+        )
+    for touched in copies.touched:
+        if touched in ties:
+            raise _RefusedError(
+                f"{meta.name}: is tied to {ties[touched]} in the engine and would overwrite it; send that one only"
+            )
+    size = torch.Size(meta.shape).numel()
+    if takes_whole_tensors and copies.by_name != size:
+        raise _RefusedError(
+            f"{meta.name}: has shape {tuple(meta.shape)}, of which the engine would take only {copies.by_name} of "
+            f"{size} elements; it runs a model of other sizes"
+        )
 
 
 def _tied_parameters(model: nn.Module) -> dict[tuple[nn.Module, str], str]:
@@ -167,9 +205,7 @@ def _counting(loader, layer: nn.Module, part: str, copies: _Copies):
         # A loader that works on what it has copied copies again: a parameter takes no more than it has.
         parameter = kwargs.get("param", args[0] if args else None)
         count = min(counter.copied_numel, get_tensor_load_numel(parameter))
-        copies.by_name += count
-        parts = copies.by_layer.setdefault(layer, {})
-        parts[part] = parts.get(part, 0) + count
+        copies.add(layer, part, count)
         return result
 
     return counting_loader

@@ -107,7 +107,7 @@ def test_report_counts_and_names_everything(model):
     assert report.num_bytes == sum(t.numel() * 2 for n, t in engine.weights.items() if n in engine.loads[1])
     everything = sum(t.numel() * 2 for t in engine.weights.values())
     assert report.num_bytes + report.num_bytes_left == everything
-    assert set(report.seconds) == {"plan", "merge", "transfer", "engine", "total"}
+    assert set(report.seconds) == {"plan", "check", "merge", "transfer", "engine", "total"}
     assert 0 < report.seconds["merge"] <= report.seconds["total"]
     assert report.peak_staging_bytes == report.num_bytes
     text = str(report)

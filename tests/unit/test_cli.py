@@ -1,0 +1,99 @@
+"""The commands, as a user calls them. Unit layer; the demo runs in tests/vllm."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from lora_stream.cli import app
+from tests.models import llama, qwen2, with_lora
+
+runner = CliRunner()
+
+
+def invoke(*args):
+    return runner.invoke(app, [str(arg) for arg in args])
+
+
+@pytest.fixture
+def directories(tmp_path):
+    base = qwen2(tied=True)
+    base.save_pretrained(tmp_path / "base")
+    model = with_lora(base)
+    model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    model.save_pretrained(tmp_path / "adapter")
+    return tmp_path
+
+
+def test_plan_of_an_adapter_counts_what_a_sync_would_do(directories):
+    result = invoke("plan", directories / "adapter", "--scope", "trained", "--json")
+    assert result.exit_code == 0, result.output
+    summary = json.loads(result.output)["summary"]
+    assert summary["merged"]["tensors"] == 6
+    assert summary["copied"]["tensors"] == 2 + 6  # k, and the biases of q, k, v
+    assert summary["consumed"]["tensors"] == 12
+    # q and v [32 + 16, 32], down [32, 48], in bfloat16, of two layers
+    assert summary["merged"]["bytes"] == 2 * 2 * (48 * 32 + 32 * 48)
+
+
+def test_plan_is_that_of_the_loaded_model(directories):
+    import lora_stream
+
+    shown = json.loads(invoke("plan", directories / "adapter", "--json").output)["account"]
+    account = lora_stream.MergedWeights(with_lora(qwen2(tied=True))).plan.account
+    assert shown == {fqn: list(entry) for fqn, entry in account.items()}
+
+
+def test_plan_of_a_plain_model_and_for_people(directories):
+    result = invoke("plan", directories / "base", "--names")
+    assert result.exit_code == 0, result.output
+    assert "copied" in result.output
+    assert "model.embed_tokens.weight" in result.output
+    assert "tied to model.embed_tokens.weight" in result.output
+
+
+def test_plan_shows_a_refusal_and_fails(directories, tmp_path):
+    with_lora(llama(), use_dora=True).save_pretrained(tmp_path / "dora")
+    result = invoke("plan", tmp_path / "dora", "--base", directories / "base")
+    assert result.exit_code == 1
+    assert "refused" in result.output
+    assert "DoraLinearVariant" in result.output
+    assert (
+        "DoraLinearVariant"
+        in json.loads(invoke("plan", tmp_path / "dora", "--base", directories / "base", "--json").output)["refused"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [("config", "has neither config.json nor adapter_config.json"), ("base", "is no local directory")],
+)
+def test_plan_says_which_file_it_misses(directories, tmp_path, missing, message):
+    target = tmp_path / "empty"
+    target.mkdir()
+    if missing == "base":
+        target = directories / "adapter"
+        config = json.loads((target / "adapter_config.json").read_text())
+        (target / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "org/model"}))
+    result = invoke("plan", target)
+    assert result.exit_code == 1
+    assert message in " ".join(result.output.split())
+
+
+def test_doctor_tells_kernel_engine_and_limits_each_with_advice():
+    findings = {finding["what"]: finding for finding in json.loads(invoke("doctor", "--json").output)}
+    assert {"torch", "CPU kernel", "CUDA kernel", "vLLM", "locked memory", "/dev/shm"} <= findings.keys()
+    assert "in use" in findings["CPU kernel"]["found"]
+    assert all(finding["advice"] for finding in findings.values() if not finding["ok"])
+    assert invoke("doctor").exit_code == 0
+
+
+def test_doctor_sees_what_keeps_the_plugin_out(monkeypatch):
+    pytest.importorskip("vllm")
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    findings = {finding["what"]: finding for finding in json.loads(invoke("doctor", "--json").output)}
+    assert not findings["vLLM plugin"]["ok"]
+    assert "add lora_stream" in findings["vLLM plugin"]["advice"]
+    monkeypatch.setenv("LORA_STREAM_CPU", "nonsense")
+    findings = {finding["what"]: finding for finding in json.loads(invoke("doctor", "--json").output)}
+    assert "LORA_STREAM_CPU=nonsense" in findings["CPU kernel"]["advice"]
