@@ -26,8 +26,10 @@
 
 namespace lora_stream {
 
-// lora_A's copy of one block of columns: half of a small second-level cache.
-inline constexpr int64_t kPackedBytes = 256 * 1024;
+// lora_A's copy of one block of columns. All columns of usual matrices: rows are then read and written whole, and the
+// copy streams in from a last-level cache, once for kGroups groups of rows.
+inline constexpr int64_t kPackedBytes = 4 * 1024 * 1024;
+inline constexpr int64_t kGroups = 4;
 // Outputs larger than this are not worth a place in the cache: the consumer reads them much later.
 inline constexpr int64_t kStreamBytes = 4 * 1024 * 1024;
 
@@ -63,12 +65,10 @@ void pack_lora_A(const MergeArgs& args, int64_t col_begin, int64_t col_end, floa
 template <class V>
 void pack_lora_B(const MergeArgs& args, int64_t row_begin, int64_t rows, float* packed) {
   visit_dtype(args.lora_B_dtype, [&](auto* type) {
-    const auto* B = static_cast<decltype(type)>(const_cast<void*>(args.lora_B));
-    for (int64_t i = 0; i < V::kRows; ++i) {
-      const auto* row = B + (row_begin + i) * args.lora_B_strides[0];
-      for (int64_t k = 0; k < args.rank; ++k) {
-        packed[k * V::kRows + i] = i < rows ? to_float(row[k * args.lora_B_strides[1]]) : 0.0f;
-      }
+    const auto* B = static_cast<decltype(type)>(const_cast<void*>(args.lora_B)) + row_begin * args.lora_B_strides[0];
+    for (int64_t k = 0; k < args.rank; ++k, B += args.lora_B_strides[1], packed += V::kRows) {
+      for (int64_t i = 0; i < rows; ++i) packed[i] = to_float(B[i * args.lora_B_strides[0]]);
+      for (int64_t i = rows; i < V::kRows; ++i) packed[i] = 0.0f;
     }
   });
 }
@@ -107,6 +107,14 @@ __attribute__((noinline)) void dot_tile(const float* A, const float* B, int64_t 
       }
     }
   }
+}
+
+// The cache lines of one tile's row, or what there is of them: an address past the end is no fault.
+template <class V, class W>
+inline __attribute__((always_inline)) void prefetch(const W* row) {
+  constexpr int64_t kBytes = V::kVectors * V::kLanes * static_cast<int64_t>(sizeof(W));
+  const char* line = reinterpret_cast<const char*>(row);
+  for (int64_t offset = 0; offset < kBytes; offset += 64) __builtin_prefetch(line + offset);
 }
 
 // Sums over one group of rows, kept in vectors until its end.
@@ -172,38 +180,51 @@ void merge_rows_of(const MergeArgs& args, int64_t row_begin, int64_t row_end, Me
   constexpr int64_t kCols = V::kVectors * V::kLanes;
   const W* base = static_cast<const W*>(args.base);
   O* out = static_cast<O*>(args.out);
-  // A block of columns is as many strips as the cache holds lora_A for, but at least one.
+  // A block of columns is as many strips as kPackedBytes hold lora_A for, but at least one.
   const int64_t strip_floats = args.rank * kStripCols;
   const int64_t num_strips =
       std::min((args.cols + kStripCols - 1) / kStripCols, std::max<int64_t>(1, kPackedBytes / 4 / strip_floats));
-  const AlignedFloats packed = allocate_floats(num_strips * strip_floats + args.rank * V::kRows);
+  const int64_t group_floats = args.rank * V::kRows;
+  const AlignedFloats packed = allocate_floats(num_strips * strip_floats + kGroups * group_floats);
   float* const packed_B = packed.get() + num_strips * strip_floats;
   // A streamed store must be aligned, in the first row and from row to row.
   const auto aligned = [](int64_t bytes) { return bytes % (2 * V::kLanes * static_cast<int64_t>(sizeof(O))) == 0; };
   const bool stream = args.rows * args.cols * static_cast<int64_t>(sizeof(O)) >= kStreamBytes &&
                       aligned(reinterpret_cast<intptr_t>(out)) &&
                       aligned(args.out_stride * static_cast<int64_t>(sizeof(O)));
+  alignas(64) float sum[V::kRows * kStripCols];
 
   for (int64_t block = 0; block < args.cols; block += num_strips * kStripCols) {
     const int64_t block_end = std::min(args.cols, block + num_strips * kStripCols);
     pack_lora_A<V>(args, block, block_end, packed.get());
-    for (int64_t row = row_begin; row < row_end; row += V::kRows) {
-      const int64_t rows = std::min<int64_t>(V::kRows, row_end - row);
-      pack_lora_B<V>(args, row, rows, packed_B);
+    for (int64_t first_row = row_begin; first_row < row_end; first_row += kGroups * V::kRows) {
+      const int64_t last_row = std::min(row_end, first_row + kGroups * V::kRows);
+      for (int64_t row = first_row; row < last_row; row += V::kRows) {
+        pack_lora_B<V>(args, row, std::min<int64_t>(V::kRows, last_row - row),
+                       packed_B + (row - first_row) / V::kRows * group_floats);
+      }
       GroupStats<V> group_stats;
-      alignas(64) float sum[V::kRows * kStripCols];
       const float* A = packed.get();
-      for (int64_t col = block; col < block_end; col += kStripCols) {
+      for (int64_t col = block; col < block_end; col += kStripCols, A += strip_floats) {
         const int64_t cols = std::min(kStripCols, block_end - col);
-        const W* strip_base = base + row * args.base_stride + col;
-        for (int64_t i = 0; i < rows; ++i) {  // base comes from memory while the sums are computed
-          const char* line = reinterpret_cast<const char*>(strip_base + i * args.base_stride);
-          for (const char* end = line + cols * sizeof(W); line < end; line += 64) __builtin_prefetch(line);
-        }
-        for (int64_t j = 0; j < cols; j += kCols, A += args.rank * kCols) dot_tile<V>(A, packed_B, args.rank, sum + j);
-        for (int64_t i = 0; i < rows; ++i) {
-          finish_row<V, W, O, kStats>(sum + i * kStripCols, args.scaling, strip_base + i * args.base_stride,
-                                      out + (row + i) * args.out_stride + col, cols, stream, group_stats, stats);
+        const float* B = packed_B;
+        for (int64_t row = first_row; row < last_row; row += V::kRows, B += group_floats) {
+          const int64_t rows = std::min<int64_t>(V::kRows, last_row - row);
+          // What is needed next of base comes from memory meanwhile, a few lines per tile: all at once would fill the
+          // buffers of outstanding misses and stall.
+          const bool last = row + V::kRows >= last_row;
+          const int64_t next_row = last ? first_row : row + V::kRows;
+          const W* next = base + next_row * args.base_stride + (last ? col + kStripCols : col);
+          const int64_t next_rows = std::min<int64_t>(V::kRows, last_row - next_row);
+          const float* panel = A;
+          for (int64_t j = 0; j < cols; j += kCols, panel += args.rank * kCols) {
+            for (int64_t i = 0; i < next_rows; ++i) prefetch<V>(next + i * args.base_stride + j);
+            dot_tile<V>(panel, B, args.rank, sum + j);
+          }
+          for (int64_t i = 0; i < rows; ++i) {
+            finish_row<V, W, O, kStats>(sum + i * kStripCols, args.scaling, base + (row + i) * args.base_stride + col,
+                                        out + (row + i) * args.out_stride + col, cols, stream, group_stats, stats);
+          }
         }
       }
       if (kStats) group_stats.add_to(stats);
