@@ -1,6 +1,7 @@
 """Builds lora_stream._C. Everything else about the package is in pyproject.toml.
 
-LORA_STREAM_CUDA=auto|0|1   build for CUDA where nvcc is found (auto, the default), never (0), or fail without it (1)
+LORA_STREAM_CUDA=auto|0|1   build the CUDA kernels where that is possible (auto, the default), never (0), or fail (1).
+There are none in this version: auto builds for the CPU, 1 fails.
 """
 
 import os
@@ -16,23 +17,26 @@ from torch.utils.cpp_extension import BuildExtension, CppExtension
 TORCH_TARGET_VERSION = "0x020b000000000000"  # 2.11
 
 
-def find_nvcc() -> str | None:
-    """nvcc of CUDA_HOME, else of PATH; None where CUDA is not wanted."""
+def check_cuda() -> None:
+    """Stop a build that was asked for CUDA and cannot have it: it must not become a CPU build silently."""
     wanted = os.environ.get("LORA_STREAM_CUDA", "auto")
     if wanted not in ("auto", "0", "1"):
         raise SystemExit(f"LORA_STREAM_CUDA must be auto, 0 or 1, got {wanted!r}")
-    if wanted == "0":
-        return None
+    if wanted != "1":
+        return
     home = os.environ.get("CUDA_HOME")
-    nvcc = shutil.which("nvcc", path=str(Path(home) / "bin")) if home else shutil.which("nvcc")
-    if nvcc is None and wanted == "1":
+    if shutil.which("nvcc", path=str(Path(home) / "bin") if home else None) is None:
         raise SystemExit(
             "LORA_STREAM_CUDA=1 but no nvcc was found: set CUDA_HOME to a CUDA toolkit or put its bin/ on PATH, "
-            "or build for the CPU alone with LORA_STREAM_CUDA=0"
+            "or build for the CPU with LORA_STREAM_CUDA=0"
         )
-    return nvcc
+    raise SystemExit(
+        "LORA_STREAM_CUDA=1 but this version has no CUDA kernel yet (CUDA tensors are merged by torch, slowly): "
+        "build with LORA_STREAM_CUDA=auto or 0"
+    )
 
 
+check_cuda()
 setup(
     ext_modules=[
         CppExtension(

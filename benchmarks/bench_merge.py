@@ -84,7 +84,9 @@ def main() -> None:
         for rank in map(int, args.ranks.split(",")):
             result = bench(dtype, args.rows, args.cols, rank, args.repeats)
             results.append(result)
-            shown = "   ".join(f"{name} {m:.2f} [{low:.2f} {high:.2f}]" for name, (low, m, high) in result["ratios"].items())
+            shown = "   ".join(
+                f"{name} {m:.2f} [{low:.2f} {high:.2f}]" for name, (low, m, high) in result["ratios"].items()
+            )
             print(f"{result['dtype']:<8} r={rank:<4} {shown}   {result['gflops']} GFLOP/s", flush=True)
     machine = {"cpu": _processor(), "path": _C.cpu_path(), "threads": args.threads, "torch": torch.__version__}
     print(json.dumps({"benchmark": "merge", "rows": args.rows, "cols": args.cols, **machine, "results": results}))

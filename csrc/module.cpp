@@ -21,11 +21,7 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "cpu_path", [] { return std::string(lora_stream::cpu_path().name); },
       "The CPU path in use: the fastest supported one, or the one that LORA_STREAM_CPU names.");
-#if defined(LORA_STREAM_CUDA)
-  m.attr("cuda_built") = true;
-#else
-  m.attr("cuda_built") = false;
-#endif
+  m.attr("cuda_built") = false;  // no CUDA kernel in this version
   m.attr("compiler") = __VERSION__;
   m.attr("torch_built_with") = LORA_STREAM_TORCH_VERSION;
 }

@@ -73,7 +73,7 @@ def _cuda() -> Finding:
     found = f"{'built in' if _C.cuda_built else 'not built in'}; "
     found += f"torch sees {torch.cuda.device_count()} devices" if torch.cuda.is_available() else "torch sees no device"
     if torch.cuda.is_available() and not _C.cuda_built:
-        advice = "models are merged on the CPU: pass onload/offload that keep them there; a CUDA kernel is not in this version"
+        advice = "models on a CUDA device are merged there by torch in float64, slowly: no CUDA kernel in this version"
         return Finding("CUDA kernel", found, ok=False, advice=advice)
     return Finding("CUDA kernel", found)
 

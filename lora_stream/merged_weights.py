@@ -143,7 +143,7 @@ class Stream:
         self.stats = PassStats()
         # No reference from the generator back to self: a dropped Stream must close it at once, not at the next
         # collection of cycles.
-        self._generator = _generate(plan, onload, offload, bucket_bytes, self.stats, _Versions(plan))
+        self._generator = _generate(plan, onload, offload, bucket_bytes, self.stats, _Versions(plan), _Ready(plan))
         # A generator that was never started skips its `finally`; so start it here, up to a first empty yield.
         next(self._generator)
 
@@ -173,6 +173,7 @@ def _generate(
     bucket_bytes: int,
     stats: PassStats,
     versions: "_Versions",
+    ready: "_Ready",
 ) -> Iterator[tuple[str, torch.Tensor]]:
     # No context manager may be open at a yield: a no_grad() would hold in the consumer until it asks again.
     loaded = onload is None
@@ -185,6 +186,7 @@ def _generate(
             versions = _Versions(plan)
         for bucket in plan.buckets(bucket_bytes):
             versions.check()
+            ready.wait()
             begin = time.perf_counter()
             staged = _materialize(bucket, stats)
             stats.seconds_merge += time.perf_counter() - begin
@@ -195,6 +197,23 @@ def _generate(
     finally:
         if loaded and offload is not None:
             offload()
+
+
+class _Ready:
+    """Orders the pass after the work that made the weights, on devices that work in streams of their own.
+
+    Recorded when the pass is requested: the generator's body first runs under the consumer's stream, where an event
+    would no longer be ordered after the optimizer's step.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._events = {}
+        for device in {task.base.device for task in plan.tasks if task.base.device.type != "cpu"}:
+            self._events[device] = torch.accelerator.current_stream(device).record_event()
+
+    def wait(self) -> None:
+        for device, event in self._events.items():
+            torch.accelerator.current_stream(device).wait_event(event)
 
 
 class _Versions:
@@ -237,12 +256,6 @@ def _merge(tasks: Sequence[Task], outs: Sequence[torch.Tensor], stats: PassStats
     pairs = [_summed(task) for task in tasks]
     # The kernel wants a row's elements adjacent; a base that was loaded transposed is copied, one tensor at a time.
     bases = [task.base.detach() if task.base.stride(1) == 1 else task.base.detach().contiguous() for task in tasks]
-    for task in tasks:
-        if task.base.device.type != "cpu":
-            raise ValueError(
-                f"{task.fqn}: is on {task.base.device}; this build merges on the CPU alone: pass onload/offload that "
-                "bring the model there, or see `lora-stream doctor`"
-            )
     rounding = torch.empty(len(tasks), ops.NUM_STATS, dtype=torch.float64)
     ops.merge_cast_grouped_(
         bases, [A for A, _, _ in pairs], [B for _, B, _ in pairs], [s for _, _, s in pairs], list(outs), rounding

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from lora_stream import _C as _C  # registers the ops
+from lora_stream import eager
 
 NUM_STATS = 5  # columns of `stats`: changed, unmoved, kept_sq, delta_sq, checksum
 
@@ -77,3 +78,9 @@ def _(base, lora_A, lora_B, scaling, out):
 def _(bases, lora_As, lora_Bs, scalings, outs, stats=None):
     for base, lora_A, lora_B, out in zip(bases, lora_As, lora_Bs, outs, strict=True):
         _check_fake(base, lora_A, lora_B, out)
+
+
+# Where there is no kernel yet. Kept for as long as the ops are registered.
+_cuda = torch.library.Library("lora_stream", "IMPL", "CUDA")
+_cuda.impl("merge_cast_", eager.merge_cast_)
+_cuda.impl("merge_cast_grouped_", eager.merge_cast_grouped_)

@@ -221,6 +221,8 @@ def _check_record(record: Record, planning_only: bool) -> None:
                 raise ValueError(f"{where} must have shape {shape}, got {tuple(tensor.shape)}")
             if tensor.dtype not in MERGE_DTYPES:
                 raise ValueError(f"{where} must be one of {MERGE_DTYPES}, got {tensor.dtype}")
+            if tensor.device != base.device:
+                raise ValueError(f"{where} is on {tensor.device}, its base weight on {base.device}; move one of them")
 
 
 def fused_unit(name: str, fused_modules: Sequence[Sequence[str]]) -> str:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lora_stream import _C, ops, reference
+from lora_stream import _C, eager, ops, reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PATHS = [name for name, supported in _C.cpu_paths() if supported]
@@ -257,3 +257,32 @@ def test_reference_rounds_once_where_two_roundings_differ():
     )
     assert reference.round_once(exact, torch.bfloat16).tolist() == [1.0 + 2.0**-7, 1.0, -(1.0 + 2.0**-7)]
     assert exact.float().to(torch.bfloat16).tolist() == [1.0, 1.0, -1.0]
+
+
+@pytest.mark.parametrize("rank", [0, 1, 40])
+@pytest.mark.parametrize("base_dtype", DTYPES)
+def test_devices_without_a_kernel_get_the_same_by_torch(base_dtype, rank, monkeypatch):
+    """The function that is registered for CUDA, here on CPU tensors; several blocks of rows."""
+    monkeypatch.setattr(eager, "_BLOCK_BYTES", 8 * 119 * 20)
+    base = torch.randn(61, 119).to(base_dtype)
+    lora_A, lora_B = pair(61, 119, rank, std=0.05)
+    outs = [torch.empty(61, 119, dtype=torch.bfloat16) for _ in range(2)]
+    stats = [torch.full((1, ops.NUM_STATS), -1.0, dtype=torch.float64) for _ in range(2)]
+    for module, out, found in zip((ops, eager), outs, stats, strict=True):
+        module.merge_cast_grouped_([base], [lora_A], [lora_B], [1.75], [out], found)
+    assert (outs[0] != outs[1]).sum() <= 2
+    torch.testing.assert_close(outs[0], outs[1], rtol=2.0**-7, atol=1e-8)
+    torch.testing.assert_close(stats[0][:, :4], stats[1][:, :4], rtol=1e-3, atol=1e-12)
+    if torch.equal(outs[0], outs[1]):
+        assert stats[0][0, 4] == stats[1][0, 4]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_tensors_are_merged_right_with_one_warning():
+    base = torch.randn(61, 119, device="cuda")
+    lora_A, lora_B = (t.cuda() for t in pair(61, 119, 8))
+    out = torch.empty(61, 119, dtype=torch.bfloat16, device="cuda")
+    with pytest.warns(UserWarning, match="no kernel for cuda"):
+        ops.merge_cast_(base, lora_A, lora_B, 1.75, out)
+    assert_close_to_exact(out.cpu(), base.cpu(), lora_A.cpu(), lora_B.cpu(), 1.75)

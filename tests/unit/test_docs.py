@@ -1,0 +1,78 @@
+"""Documents tell the truth about what exists. Unit layer."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md"]
+
+
+def code_spans(document):
+    text = (ROOT / document).read_text()
+    spans = re.findall(r"`([^`\n]+)`", text)
+    blocks = re.findall(r"```[a-z]*\n(.*?)```", text, re.DOTALL)
+    return spans, blocks
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_path_that_a_document_names_exists(document):
+    spans, blocks = code_spans(document)
+    paths = {s for s in spans if re.fullmatch(r"(csrc|lora_stream|tests|benchmarks|examples|docs)(/[\w./-]*)", s)}
+    paths |= set(re.findall(r"\b(?:tests|benchmarks|csrc|lora_stream)/[\w./-]+", "\n".join(blocks)))
+    paths |= {s for s in spans if re.fullmatch(r"[\w-]+\.(md|py|txt|toml)", s)}
+    assert paths
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_make_target_that_a_document_names_exists(document):
+    spans, blocks = code_spans(document)
+    targets = set(re.findall(r"\bmake ([a-z-]+)", "\n".join(spans + blocks)))
+    makefile = (ROOT / "Makefile").read_text()
+    assert targets
+    assert [target for target in targets if not re.search(rf"^{target}:", makefile, re.MULTILINE)] == []
+
+
+def test_every_environment_variable_that_contributing_lists_is_read_somewhere():
+    listed = set(re.findall(r"`(LORA_STREAM_[A-Z_]+)`", (ROOT / "CONTRIBUTING.md").read_text()))
+    sources = [ROOT / "setup.py", *(ROOT / "csrc").rglob("*.cpp"), *(ROOT / "lora_stream").rglob("*.py")]
+    read = set(re.findall(r"LORA_STREAM_[A-Z_]+", "\n".join(path.read_text() for path in sources)))
+    assert listed
+    assert listed <= read
+
+
+def test_a_build_that_was_asked_for_cuda_never_becomes_a_cpu_build_silently(tmp_path):
+    import sys
+
+    def build(**environment):
+        command = [sys.executable, "setup.py", "--version"]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+
+    no_nvcc = build(LORA_STREAM_CUDA="1", PATH=str(tmp_path))
+    assert no_nvcc.returncode != 0
+    assert "no nvcc was found: set CUDA_HOME" in no_nvcc.stderr
+    (tmp_path / "nvcc").write_text("#!/bin/sh\n")
+    (tmp_path / "nvcc").chmod(0o755)
+    with_nvcc = build(LORA_STREAM_CUDA="1", PATH=str(tmp_path))
+    assert with_nvcc.returncode != 0
+    assert "no CUDA kernel yet" in with_nvcc.stderr
+    wrong = build(LORA_STREAM_CUDA="yes", PATH=str(tmp_path))
+    assert "must be auto, 0 or 1, got 'yes'" in wrong.stderr
+
+
+def test_readme_example_is_python_and_uses_what_exists():
+    import ast
+
+    import lora_stream
+
+    examples = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    used = set()
+    for example in examples:
+        for node in ast.walk(ast.parse(example)):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "lora_stream":
+                used.add(node.attr)
+    assert used == {"sync", "stream", "MergedWeights"}
+    assert used <= set(lora_stream.__all__)
