@@ -112,7 +112,7 @@ def sync(
             raise RuntimeError(f"the engine took only {len(timed.sent)} of {len(weights)} tensors")
     except BaseException as error:
         stream.close()
-        holds = _restore(target, state, base_loaded, stream.plan, timed.sent, target.fused_modules)
+        holds = _restore(target, state, base_loaded, stream.plan, timed.sent, onload, offload)
         if not isinstance(error, Exception):
             raise
         raise SyncError(f"sync failed at tensor {len(timed.sent)} of {len(weights)}: {error}; {holds}") from error
@@ -273,7 +273,8 @@ def _restore(
     base_loaded: bool,
     plan: Plan,
     sent: Sequence[ParamMeta],
-    fused_modules: Sequence[Sequence[str]],
+    onload: Callable[[], object] | None,
+    offload: Callable[[], object] | None,
 ) -> str:
     """After a failed update: send the old values of all that may have been replaced. Says what the engine holds."""
     if not sent:
@@ -282,12 +283,12 @@ def _restore(
     # Only a finished sync, this one or a restoring one, clears it.
     state.needs_full = True
     if known:
-        groups = (*FUSED_MODULES, *fused_modules)
+        groups = (*FUSED_MODULES, *target.fused_modules)
         units = {fused_unit(meta.name, groups) for meta in sent}
         touched = [task for task in plan.tasks if fused_unit(task.meta.name, groups) in units]
         old = [state.old_task(task) for task in touched]
         if None not in old:
-            restoring = Stream(Plan(tasks=tuple(old), scope=plan.scope, account={}))
+            restoring = Stream(Plan(tasks=tuple(old), scope=plan.scope, account={}), onload=onload, offload=offload)
             try:
                 target.update(restoring.metadata(), restoring, state.weight_version)
             except Exception as error:
