@@ -16,8 +16,9 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from lora_stream.merged_weights import MergedWeights, Rounding, Stream
-from lora_stream.plan import FUSED_MODULES, Adapter, ParamMeta, Plan, Task, fused_unit
+from lora_stream.merged_weights import Rounding, Stream
+from lora_stream.peft import read_model
+from lora_stream.plan import FUSED_MODULES, Adapter, ParamMeta, Plan, Scope, Task, build_plan, fused_unit
 from lora_stream.report import SyncReport
 
 
@@ -82,59 +83,58 @@ def sync(
     if state.model is None or state.model() is not model:
         state.forget(model)
 
-    def weights_of(scope: str) -> MergedWeights:
-        return MergedWeights(
-            model,
+    records = read_model(model, adapter_name=adapter_name)
+
+    def plan_of(scope: Scope) -> Plan:
+        return build_plan(
+            records,
             wire_dtype=wire_dtype or target.wire_dtype or torch.bfloat16,
             scope=scope,
-            adapter_name=adapter_name,
-            onload=onload,
-            offload=offload,
             fused_modules=(*FUSED_MODULES, *target.fused_modules),
         )
 
-    partial = not full and not state.needs_full and (state.synced or base_loaded)
-    weights = weights_of("trained" if partial else "all")
-    if partial and not state.covered_by(weights.plan):
-        weights = weights_of("all")  # another adapter, with other targets: the old ones' weights must go back
+    everything = plan_of("all")
+    plan = everything
+    if not full and not state.needs_full and (state.synced or base_loaded):
+        trained = plan_of("trained")
+        # Another adapter may have other targets: the old ones' weights must go back then, by a full sync.
+        if state.covered_by(trained):
+            plan = trained
     seconds_plan = time.perf_counter() - begin
-    target.check(weights.metadata())
+    target.check(plan.metadata())
     seconds_check = time.perf_counter() - begin - seconds_plan
 
     state.num_syncs += 1
     weight_version = weight_version if weight_version is not None else str(state.num_syncs)
-    stream = iter(weights)
+    stream = Stream(plan, onload=onload, offload=offload)
     timed = _Timed(stream, on_tensor)
     begin_update = time.perf_counter()
     try:
-        target.update(stream.metadata(), timed, weight_version)
-        if len(timed.sent) < len(weights):
-            raise RuntimeError(f"the engine took only {len(timed.sent)} of {len(weights)} tensors")
+        target.update(plan.metadata(), timed, weight_version)
+        if len(timed.sent) < len(plan.tasks):
+            raise RuntimeError(f"the engine took only {len(timed.sent)} of {len(plan.tasks)} tensors")
     except BaseException as error:
         stream.close()
-        holds = _restore(target, state, base_loaded, stream.plan, timed.sent, onload, offload)
+        holds = _restore(target, state, base_loaded, plan, timed.sent, onload, offload)
         if not isinstance(error, Exception):
             raise
-        raise SyncError(f"sync failed at tensor {len(timed.sent)} of {len(weights)}: {error}; {holds}") from error
+        raise SyncError(f"sync failed at tensor {len(timed.sent)} of {len(plan.tasks)}: {error}; {holds}") from error
     finally:
         stream.close()
     seconds_update = time.perf_counter() - begin_update
 
     stats = stream.stats
-    moved_names = state.moved_adapters(stream.plan, stats.rounding)
+    moved_names = state.moved_adapters(plan, stats.rounding)
     unmoved = tuple(name for name in moved_names if state.is_unmoved(name, stats.rounding[name]))
-    sent_fqns = {task.fqn for task in stream.plan.tasks}
     report = SyncReport(
         weight_version=weight_version,
-        scope=stream.plan.scope,
-        merged=stream.plan.names("merged"),
-        copied=stream.plan.names("copied"),
-        left=stream.plan.names("left"),
-        consumed=stream.plan.names("consumed"),
-        num_bytes=stream.plan.num_bytes,
-        num_bytes_left=sum(
-            meta.num_bytes for fqn, meta in state.full_metas(weights_of).items() if fqn not in sent_fqns
-        ),
+        scope=plan.scope,
+        merged=plan.names("merged"),
+        copied=plan.names("copied"),
+        left=plan.names("left"),
+        consumed=plan.names("consumed"),
+        num_bytes=plan.num_bytes,
+        num_bytes_left=everything.num_bytes - plan.num_bytes,
         peak_staging_bytes=stats.peak_staging_bytes,
         seconds={
             "plan": seconds_plan,
@@ -147,12 +147,12 @@ def sync(
         rounding=stats.rounding,
         unmoved_targets=unmoved,
     )
-    others_trained = any(task.trained and not task.adapters for task in stream.plan.tasks)
-    state.remember(stream.plan, stats.rounding, weight_version)
+    others_trained = any(task.trained and not task.adapters for task in plan.tasks)
+    state.remember(plan, stats.rounding, weight_version)
     if moved_names and len(unmoved) == len(moved_names) and not others_trained and not allow_unmoved:
         raise UnmovedError(
             f"the adapter has moved but none of the {len(unmoved)} targets has: every update was smaller than a rounding "
-            f"step of {stream.plan.tasks[0].meta.dtype}, or the engine was sent what it had; check the learning rate and "
+            f"step of {plan.tasks[0].meta.dtype}, or the engine was sent what it had; check the learning rate and "
             "the adapter's name, use a wider wire_dtype, or pass allow_unmoved=True",
             report,
         )
@@ -200,23 +200,17 @@ class _EngineState:
     adapters: dict[str, tuple[Adapter, ...]] = field(default_factory=dict)  # by checkpoint name
     copies: dict[str, torch.Tensor] = field(default_factory=dict)
     checksums: dict[str, int] = field(default_factory=dict)
-    metas: dict[str, ParamMeta] | None = None  # of all tensors, by FQN
 
     def forget(self, model: nn.Module) -> None:
         """Another model: what the engine holds is nothing that this one could restore or complete."""
         self.model = weakref.ref(model)
         self.needs_full = self.needs_full or self.synced
-        self.synced, self.metas, self.weight_version = False, None, None
+        self.synced, self.weight_version = False, None
         self.adapters, self.copies, self.checksums = {}, {}, {}
 
     def covered_by(self, plan: Plan) -> bool:
         names = {task.meta.name for task in plan.tasks}
         return self.adapters.keys() <= names and self.copies.keys() <= names
-
-    def full_metas(self, weights_of: Callable[[str], MergedWeights]) -> dict[str, ParamMeta]:
-        if self.metas is None:
-            self.metas = {task.fqn: task.meta for task in weights_of("all").plan.tasks}
-        return self.metas
 
     def remember(self, plan: Plan, rounding: dict[str, Rounding], weight_version: str) -> None:
         """The engine now holds what `plan` sent. A model that trains without adapters is not copied: it is too large."""
