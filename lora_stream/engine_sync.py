@@ -6,19 +6,17 @@ The engine ends on the new policy, or on the one it had, or marked so that the n
 mixture that is taken for good.
 """
 
-import sys
 import time
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
-from lora_stream.merged_weights import Rounding, Stream
+from lora_stream.engine_state import EngineState, state_of
+from lora_stream.engines import Engine, engine_of
+from lora_stream.merged_weights import Stream
 from lora_stream.peft import read_model
-from lora_stream.plan import FUSED_MODULES, Adapter, ParamMeta, Plan, Scope, Task, build_plan, fused_unit
+from lora_stream.plan import FUSED_MODULES, ParamMeta, Plan, Scope, build_plan, fused_unit
 from lora_stream.report import SyncReport
 
 
@@ -32,21 +30,6 @@ class UnmovedError(RuntimeError):
     def __init__(self, message: str, report: SyncReport) -> None:
         super().__init__(message)
         self.report = report
-
-
-class Engine(Protocol):
-    """The seam to an engine: what `sync` needs of one."""
-
-    wire_dtype: torch.dtype | None  # what the engine wants on the wire; None: no wish
-    fused_modules: Sequence[Sequence[str]]
-
-    def check(self, metadata: Sequence[ParamMeta]) -> None:
-        """Raise ValueError, the engine untouched, if it could not load exactly this."""
-
-    def update(
-        self, metadata: Sequence[ParamMeta], weights: Iterator[tuple[str, torch.Tensor]], weight_version: str | None
-    ) -> None:
-        """Load the weights, drop every cache of the old ones, set the version. On an error, put back what can be."""
 
 
 def sync(
@@ -78,8 +61,8 @@ def sync(
     text says what the engine holds now), UnmovedError when the sync changed nothing though the adapter has moved.
     """
     begin = time.perf_counter()
-    target = _engine_of(engine)
-    state = _state_of(engine)
+    target = engine_of(engine)
+    state = state_of(engine)
     if state.model is None or state.model() is not model:
         state.forget(model)
 
@@ -185,85 +168,9 @@ class _Timed:
         return item
 
 
-@dataclass
-class _EngineState:
-    """What an engine holds, as far as its syncs tell: enough to merge the last policy again.
-
-    The base is frozen, so a copy of the adapters, and of what else trains, is all it takes.
-    """
-
-    model: weakref.ref | None = None
-    synced: bool = False
-    needs_full: bool = False
-    num_syncs: int = 0
-    weight_version: str | None = None
-    adapters: dict[str, tuple[Adapter, ...]] = field(default_factory=dict)  # by checkpoint name
-    copies: dict[str, torch.Tensor] = field(default_factory=dict)
-    checksums: dict[str, int] = field(default_factory=dict)
-
-    def forget(self, model: nn.Module) -> None:
-        """Another model: what the engine holds is nothing that this one could restore or complete."""
-        self.model = weakref.ref(model)
-        self.needs_full = self.needs_full or self.synced
-        self.synced, self.weight_version = False, None
-        self.adapters, self.copies, self.checksums = {}, {}, {}
-
-    def covered_by(self, plan: Plan) -> bool:
-        names = {task.meta.name for task in plan.tasks}
-        return self.adapters.keys() <= names and self.copies.keys() <= names
-
-    def remember(self, plan: Plan, rounding: dict[str, Rounding], weight_version: str) -> None:
-        """The engine now holds what `plan` sent. A model that trains without adapters is not copied: it is too large."""
-        self.synced, self.needs_full, self.weight_version = True, False, weight_version
-        self.adapters, self.copies = {}, {}
-        self.checksums = {name: found.checksum for name, found in rounding.items()}
-        with_adapters = any(task.adapters for task in plan.tasks)
-        for task in plan.tasks:
-            if task.adapters:
-                self.adapters[task.meta.name] = tuple(
-                    replace(a, lora_A=a.lora_A.detach().clone(), lora_B=a.lora_B.detach().clone())
-                    for a in task.adapters
-                )
-            elif task.trained and with_adapters:
-                self.copies[task.meta.name] = task.base.detach().to(task.meta.dtype, copy=True)
-
-    def moved_adapters(self, plan: Plan, rounding: dict[str, Rounding]) -> list[str]:
-        """Names of merged tensors whose adapters differ from those of the last sync; in the first, those with a delta."""
-        if not self.synced:
-            return [name for name, found in rounding.items() if found.changed]
-        moved = []
-        for task in plan.tasks:
-            if not task.adapters:
-                continue
-            old = self.adapters.get(task.meta.name, ())
-            same = len(old) == len(task.adapters) and all(
-                a.scaling == b.scaling and torch.equal(a.lora_A, b.lora_A) and torch.equal(a.lora_B, b.lora_B)
-                for a, b in zip(old, task.adapters, strict=True)
-            )
-            if not same:
-                moved.append(task.meta.name)
-        return moved
-
-    def is_unmoved(self, name: str, rounding: Rounding) -> bool:
-        if name in self.checksums:
-            return self.checksums[name] == rounding.checksum
-        return rounding.unmoved == rounding.changed
-
-    def old_task(self, task: Task) -> Task | None:
-        """The task that sends what the engine held before; None where that is not known."""
-        name = task.meta.name
-        if name in self.adapters:
-            return replace(task, adapters=self.adapters[name])
-        if name in self.copies:
-            return replace(task, base=self.copies[name], adapters=())
-        if task.trained and not task.adapters:
-            return None  # never sent before: only the engine's own checkpoint has it
-        return replace(task, adapters=())
-
-
 def _restore(
     target: Engine,
-    state: _EngineState,
+    state: EngineState,
     base_loaded: bool,
     plan: Plan,
     sent: Sequence[ParamMeta],
@@ -294,46 +201,3 @@ def _restore(
             state.needs_full = False
             return "the engine was put back on its old weights"
     return "the engine may hold a mixture of old and new weights: it must get a full sync, as the next one will be"
-
-
-_states: "weakref.WeakKeyDictionary[object, _EngineState]" = weakref.WeakKeyDictionary()
-
-
-def _state_of(engine: object) -> _EngineState:
-    try:
-        return _states.setdefault(engine, _EngineState())
-    except TypeError:  # not hashable or not weakly referable: cannot be known again, so each sync is its first
-        return _EngineState()
-
-
-def _engine_of(engine: object) -> Engine:
-    # An LLM object exists only where its module was imported; lora_stream itself does not import vLLM for this.
-    llm_class = getattr(sys.modules.get("vllm.entrypoints.llm"), "LLM", None)
-    if llm_class is not None and isinstance(engine, llm_class):
-        from lora_stream.vllm.llm import LLMEngine
-
-        return LLMEngine(engine)
-    if callable(getattr(engine, "load_weights", None)):
-        return _Loader(engine)
-    raise ValueError(
-        f"engine must be a vllm.LLM or have a method load_weights(iterable), got {type(engine).__module__}."
-        f"{type(engine).__name__}"
-    )
-
-
-class _Loader:
-    """Any object with ``load_weights``. What it checks and how it fails is its own affair."""
-
-    wire_dtype = None
-    fused_modules = ()
-
-    def __init__(self, engine) -> None:
-        self._engine = engine
-
-    def check(self, metadata: Sequence[ParamMeta]) -> None:
-        pass
-
-    def update(
-        self, metadata: Sequence[ParamMeta], weights: Iterator[tuple[str, torch.Tensor]], weight_version: str | None
-    ) -> None:
-        self._engine.load_weights(weights)

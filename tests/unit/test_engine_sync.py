@@ -59,6 +59,16 @@ def test_base_loaded_spares_the_first_full_sync(model):
     assert len(engine.loads[0]) == TRAINED
 
 
+def test_adapters_may_change_dtype_between_syncs(model):
+    engine = Recorder()
+    lora_stream.sync(model, engine)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.to(torch.bfloat16)
+    lora_stream.sync(model, engine)
+    assert_matches(engine.weights, expected(model))
+
+
 def test_each_engine_is_known_by_itself(model):
     one, two = Recorder(), Recorder()
     lora_stream.sync(model, one)

@@ -21,6 +21,8 @@ ORDER = [
     "merged_weights",
     "report",
     "vllm",
+    "engines",
+    "engine_state",
     "engine_sync",
     "doctor",
     "demo",

@@ -1,0 +1,101 @@
+"""What an engine holds, as far as its syncs tell."""
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from lora_stream.merged_weights import Rounding
+from lora_stream.plan import Adapter, Plan, Task
+
+
+@dataclass
+class EngineState:
+    """What an engine holds, as far as its syncs tell: enough to merge the last policy again.
+
+    The base is frozen, so a copy of the adapters, and of what else trains, is all it takes.
+    """
+
+    model: weakref.ref | None = None
+    synced: bool = False
+    needs_full: bool = False
+    num_syncs: int = 0
+    weight_version: str | None = None
+    adapters: dict[str, tuple[Adapter, ...]] = field(default_factory=dict)  # by checkpoint name
+    copies: dict[str, torch.Tensor] = field(default_factory=dict)
+    checksums: dict[str, int] = field(default_factory=dict)
+
+    def forget(self, model: nn.Module) -> None:
+        """Another model: what the engine holds is nothing that this one could restore or complete."""
+        self.model = weakref.ref(model)
+        self.needs_full = self.needs_full or self.synced
+        self.synced, self.weight_version = False, None
+        self.adapters, self.copies, self.checksums = {}, {}, {}
+
+    def covered_by(self, plan: Plan) -> bool:
+        names = {task.meta.name for task in plan.tasks}
+        return self.adapters.keys() <= names and self.copies.keys() <= names
+
+    def remember(self, plan: Plan, rounding: Mapping[str, Rounding], weight_version: str) -> None:
+        """The engine now holds what `plan` sent. A model that trains without adapters is not copied: it is too large."""
+        self.synced, self.needs_full, self.weight_version = True, False, weight_version
+        self.adapters, self.copies = {}, {}
+        self.checksums = {name: found.checksum for name, found in rounding.items()}
+        with_adapters = any(task.adapters for task in plan.tasks)
+        for task in plan.tasks:
+            if task.adapters:
+                self.adapters[task.meta.name] = tuple(
+                    replace(a, lora_A=a.lora_A.detach().clone(), lora_B=a.lora_B.detach().clone())
+                    for a in task.adapters
+                )
+            elif task.trained and with_adapters:
+                self.copies[task.meta.name] = task.base.detach().to(task.meta.dtype, copy=True)
+
+    def moved_adapters(self, plan: Plan, rounding: Mapping[str, Rounding]) -> list[str]:
+        """Names of merged tensors whose adapters differ from those of the last sync; in the first, those with a delta."""
+        if not self.synced:
+            return [name for name, found in rounding.items() if found.changed]
+        moved = []
+        for task in plan.tasks:
+            if not task.adapters:
+                continue
+            old = self.adapters.get(task.meta.name, ())
+            if len(old) != len(task.adapters) or not all(map(_same, old, task.adapters)):
+                moved.append(task.meta.name)
+        return moved
+
+    def is_unmoved(self, name: str, rounding: Rounding) -> bool:
+        if name in self.checksums:
+            return self.checksums[name] == rounding.checksum
+        return rounding.unmoved == rounding.changed
+
+    def old_task(self, task: Task) -> Task | None:
+        """The task that sends what the engine held before; None where that is not known."""
+        name = task.meta.name
+        if name in self.adapters:
+            return replace(task, adapters=self.adapters[name])
+        if name in self.copies:
+            return replace(task, base=self.copies[name], adapters=())
+        if task.trained and not task.adapters:
+            return None  # never sent before: only the engine's own checkpoint has it
+        return replace(task, adapters=())
+
+
+def _same(one: Adapter, other: Adapter) -> bool:
+    pairs = ((one.lora_A, other.lora_A), (one.lora_B, other.lora_B))
+    # torch.equal raises for tensors of two dtypes or devices.
+    return one.scaling == other.scaling and all(
+        a.dtype == b.dtype and a.device == b.device and torch.equal(a, b) for a, b in pairs
+    )
+
+
+_states: "weakref.WeakKeyDictionary[object, EngineState]" = weakref.WeakKeyDictionary()
+
+
+def state_of(engine: object) -> EngineState:
+    try:
+        return _states.setdefault(engine, EngineState())
+    except TypeError:  # not hashable or not weakly referable: cannot be known again, so each sync is its first
+        return EngineState()
