@@ -84,11 +84,9 @@ class EngineState:
 
 
 def _same(one: Adapter, other: Adapter) -> bool:
+    # By value: every dtype of an adapter is exact in float32, and a cast or a move alone is no update.
     pairs = ((one.lora_A, other.lora_A), (one.lora_B, other.lora_B))
-    # torch.equal raises for tensors of two dtypes or devices.
-    return one.scaling == other.scaling and all(
-        a.dtype == b.dtype and a.device == b.device and torch.equal(a, b) for a, b in pairs
-    )
+    return one.scaling == other.scaling and all(torch.equal(a.float().to(b.device), b.float()) for a, b in pairs)
 
 
 _states: "weakref.WeakKeyDictionary[object, EngineState]" = weakref.WeakKeyDictionary()
