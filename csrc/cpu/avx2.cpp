@@ -97,14 +97,26 @@ struct Avx2 {
     }
   }
   static void store_rounded(BFloat16* p, F x0, F x1, bool stream) {
-    // packus works in 128-bit halves: lanes 0-3 of both, then 4-7 of both; the permutation puts them in order.
-    const __m256i packed =
-        _mm256_packus_epi32(_mm256_srli_epi32(bfloat16_bits(x0), 16), _mm256_srli_epi32(bfloat16_bits(x1), 16));
-    store_bits(p, _mm256_permute4x64_epi64(packed, 0xd8), stream);
+    store_upper_halves(p, bfloat16_bits(x0), bfloat16_bits(x1), stream);
   }
   static void store_rounded(Float16* p, F x0, F x1, bool stream) {
     constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
     store_bits(p, _mm256_set_m128i(_mm256_cvtps_ph(x1, kNearest), _mm256_cvtps_ph(x0, kNearest)), stream);
+  }
+
+  template <class T>
+  static void store_exact(T* p, F x0, F x1, bool stream) {
+    if constexpr (std::is_same_v<T, BFloat16>) {
+      store_upper_halves(p, _mm256_castps_si256(x0), _mm256_castps_si256(x1), stream);
+    } else {
+      store_rounded(p, x0, x1, stream);
+    }
+  }
+
+  static void store_upper_halves(void* p, __m256i x0, __m256i x1, bool stream) {
+    // packus works in 128-bit halves: lanes 0-3 of both, then 4-7 of both; the permutation puts them in order.
+    const __m256i packed = _mm256_packus_epi32(_mm256_srli_epi32(x0, 16), _mm256_srli_epi32(x1, 16));
+    store_bits(p, _mm256_permute4x64_epi64(packed, 0xd8), stream);
   }
   static void store_bits(void* p, __m256i bits, bool stream) {
     if (stream) {

@@ -78,7 +78,7 @@ struct Avx512 {
     const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
     return _mm512_mask_blend_epi32(_mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), rounded, _mm512_set1_epi32(0x7fc00000));
   }
-  static __m256i to_bfloat16(F x) { return _mm512_cvtepi32_epi16(_mm512_srli_epi32(bfloat16_bits(x), 16)); }
+  static __m256i upper_halves(__m512i x) { return _mm512_cvtepi32_epi16(_mm512_srli_epi32(x, 16)); }
 
   template <class T>
   static F round(F x) {
@@ -102,12 +102,22 @@ struct Avx512 {
     }
   }
   static void store_rounded(BFloat16* p, F x0, F x1, bool stream) {
-    store_bits(p, join(to_bfloat16(x0), to_bfloat16(x1)), stream);
+    store_bits(p, join(upper_halves(bfloat16_bits(x0)), upper_halves(bfloat16_bits(x1))), stream);
   }
   static void store_rounded(Float16* p, F x0, F x1, bool stream) {
     constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
     store_bits(p, join(_mm512_cvtps_ph(x0, kNearest), _mm512_cvtps_ph(x1, kNearest)), stream);
   }
+
+  template <class T>
+  static void store_exact(T* p, F x0, F x1, bool stream) {
+    if constexpr (std::is_same_v<T, BFloat16>) {
+      store_bits(p, join(upper_halves(_mm512_castps_si512(x0)), upper_halves(_mm512_castps_si512(x1))), stream);
+    } else {
+      store_rounded(p, x0, x1, stream);
+    }
+  }
+
   static __m512i join(__m256i low, __m256i high) { return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1); }
   static void store_bits(void* p, __m512i bits, bool stream) {
     if (stream) {

@@ -12,9 +12,10 @@
 // V gives: F (a vector of float), I (one of uint32), kLanes, kRows, kVectors (the tile is kRows x kVectors * kLanes;
 //   kVectors is even) and, as static functions: zero, broadcast, fmadd(a, b, c) = a * b + c rounded once, add, sub,
 //   mul, sum(F); load(const T*), store(float*, F) unaligned; round<T>(F), the value rounded to T; store_rounded(T*, F,
-//   F, stream), two vectors rounded and stored; fence(), which orders streamed stores before later ones; and for the
-//   statistics zero_bits, sum_bits(I), add_bits(I, F), which adds bit patterns, count_nonzero(I, F) and
-//   count_nonzero_and_equal(I, F, F, F), which add one to each lane that satisfies the name.
+//   F, stream), two vectors rounded and stored; store_exact, the same for values that T holds; fence(), which orders
+//   streamed stores before later ones; and for the statistics zero_bits, sum_bits(I), add_bits(I, F), which adds bit
+//   patterns, count_nonzero(I, F) and count_nonzero_and_equal(I, F, F, F), which add one to each lane that satisfies
+//   the name.
 #pragma once
 
 #include <algorithm>
@@ -123,9 +124,8 @@ struct GroupStats {
   typename V::F kept_sq = V::zero(), delta_sq = V::zero();
   typename V::I changed = V::zero_bits(), unmoved = V::zero_bits(), checksum = V::zero_bits();
 
-  template <class O>
-  inline __attribute__((always_inline)) void add(typename V::F base, typename V::F delta, typename V::F rounded) {
-    const auto rounded_base = V::template round<O>(base);
+  inline __attribute__((always_inline)) void add(typename V::F rounded_base, typename V::F delta,
+                                                 typename V::F rounded) {
     const auto kept = V::sub(rounded, rounded_base);
     kept_sq = V::fmadd(kept, kept, kept_sq);
     delta_sq = V::fmadd(delta, delta, delta_sq);
@@ -157,10 +157,14 @@ void finish_row(const float* sum, float scaling, const W* base, O* out, int64_t 
     if (kStats) {
       x0 = V::template round<O>(x0);
       x1 = V::template round<O>(x1);
-      stats.template add<O>(w0, V::mul(s, dot0), x0);
-      stats.template add<O>(w1, V::mul(s, dot1), x1);
+      stats.add(std::is_same_v<W, O> ? w0 : V::template round<O>(w0), V::mul(s, dot0), x0);
+      stats.add(std::is_same_v<W, O> ? w1 : V::template round<O>(w1), V::mul(s, dot1), x1);
     }
-    V::store_rounded(out + j, x0, x1, stream);
+    if (kStats) {
+      V::store_exact(out + j, x0, x1, stream);
+    } else {
+      V::store_rounded(out + j, x0, x1, stream);
+    }
   }
   for (; j < cols; ++j) {
     O* const type = nullptr;

@@ -36,6 +36,10 @@ struct Portable {
   }
   static void store(float* p, F x) { *p = x; }
   template <class T>
+  static void store_exact(T* p, F x0, F x1, bool stream) {
+    store_rounded(p, x0, x1, stream);
+  }
+  template <class T>
   static void store_rounded(T* p, F x0, F x1, bool /*stream*/) {
     store_as(p, x0);
     store_as(p + 1, x1);

@@ -34,6 +34,9 @@ def check_manifest(model: nn.Module, vllm_config, metadata: Sequence[ParamMeta])
     if manifest in _accepted.get(model, ()):
         return
     _check_unquantised(vllm_config)
+    names = [meta.name for meta in manifest]
+    if len(set(names)) < len(names):  # two of one kind would count for a missing sibling
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)}: comes twice")
     for meta in manifest:
         if meta.dtype.is_floating_point and meta.dtype != vllm_config.model_config.dtype:
             raise ValueError(
@@ -59,6 +62,10 @@ def _check_unquantised(vllm_config) -> None:
             f"the engine runs a checkpoint that was quantised beforehand ({quant_config.get_name()}); it cannot take "
             "merged weights: start it on the unquantised checkpoint"
         )
+
+
+class _RefusedError(Exception):
+    """Passes through vLLM's loaders, in whose middle a check is made."""
 
 
 @dataclass
@@ -113,10 +120,6 @@ def _rehearse(model: nn.Module, calls: Sequence[Sequence[ParamMeta]], *, takes_w
                     f"{prefixes[layer]}: {', '.join(copies.names[layer])} fill only {loaded} of its {layer_sizes[layer]} "
                     "elements, the rest would be uninitialised memory; send all tensors of a fused module together"
                 )
-
-
-class _RefusedError(Exception):
-    """Passes through vLLM's loaders, in whose middle a check is made."""
 
 
 def _check_copies(

@@ -89,6 +89,10 @@ WRONG = {
         lambda m: without(m, "model.layers.1.mlp.up_proj.weight"),
         r"layers\.1\.mlp\.gate_up_proj: .*fill only",
     ),
+    "q twice for k": (
+        lambda m: [*without(m, K, V), next(meta for meta in m if meta.name == Q)],
+        rf"{Q}: comes twice",
+    ),
     "other dtype": (lambda m: [meta._replace(dtype=torch.float16) for meta in m], "computes in"),
 }
 
