@@ -6,13 +6,16 @@ import subprocess
 import sys
 
 import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed; `make test` installs it where it can be had")
+
 import torch
 from safetensors.torch import save_file
 from vllm import SamplingParams
 
 import lora_stream
 from tests.models import assert_same_state, fill, state, with_lora
-from tests.vllm.conftest import PROMPTS, logprobs
+from tests.vllm.live import PROMPTS, logprobs
 
 pytestmark = pytest.mark.vllm
 
@@ -29,7 +32,7 @@ def logprobs_from_disk(setup, model, tmp_path):
     merged = dict(lora_stream.stream(model, wire_dtype=setup.dtype))
     save_file(merged, tmp_path / "merged" / "model.safetensors", metadata={"format": "pt"})
     code = (
-        "import json, sys, tests.conftest; from tests.vllm.conftest import logprobs, make_llm;"
+        "import json, sys, tests.conftest; from tests.vllm.live import logprobs, make_llm;"
         "print('LOGPROBS' + json.dumps(logprobs(make_llm(sys.argv[1], sys.argv[2]))))"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "merged"), str(setup.dtype).removeprefix("torch.")]

@@ -4,13 +4,16 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed; `make test` installs it where it can be had")
+
 import torch
 
 import lora_stream
 from lora_stream.plan import ParamMeta
 from lora_stream.vllm.manifest import check_manifest
 from tests.models import with_lora
-from tests.vllm.conftest import logprobs
+from tests.vllm.live import logprobs
 
 pytestmark = pytest.mark.vllm
 
