@@ -66,6 +66,15 @@ class EngineState:
                 moved.append(task.meta.name)
         return moved
 
+    def moved_copies(self, plan: Plan) -> bool:
+        """Whether a tensor that trains without an adapter differs from what was last sent, or was never sent."""
+        return any(
+            task.meta.name not in self.copies
+            or not torch.equal(self.copies[task.meta.name], task.base.detach().to(task.meta.dtype))
+            for task in plan.tasks
+            if task.trained and not task.adapters
+        )
+
     def is_unmoved(self, name: str, rounding: Rounding) -> bool:
         if name in self.checksums:
             return self.checksums[name] == rounding.checksum

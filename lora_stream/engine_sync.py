@@ -130,9 +130,9 @@ def sync(
         rounding=stats.rounding,
         unmoved_targets=unmoved,
     )
-    others_trained = any(task.trained and not task.adapters for task in plan.tasks)
+    silent = moved_names and len(unmoved) == len(moved_names) and not state.moved_copies(plan)
     state.remember(plan, stats.rounding, weight_version)
-    if moved_names and len(unmoved) == len(moved_names) and not others_trained and not allow_unmoved:
+    if silent and not allow_unmoved:
         raise UnmovedError(
             f"the adapter has moved but none of the {len(unmoved)} targets has: every update was smaller than a rounding "
             f"step of {plan.tasks[0].meta.dtype}, or the engine was sent what it had; check the learning rate and "

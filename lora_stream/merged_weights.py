@@ -7,6 +7,7 @@ The live model is only read. Merging and staging go bucket by bucket; at most on
 on this side.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -117,15 +118,8 @@ def stream(
 
     The arguments are those of MergedWeights, and so are the errors.
     """
-    weights = MergedWeights(
-        model,
-        wire_dtype=wire_dtype,
-        scope=scope,
-        adapter_name=adapter_name,
-        onload=onload,
-        offload=offload,
-    )
-    return iter(weights)
+    weights = MergedWeights(model, wire_dtype=wire_dtype, scope=scope, adapter_name=adapter_name)
+    return Stream(weights.plan, onload=onload, offload=offload)
 
 
 class Stream:
@@ -261,7 +255,7 @@ def _merge(tasks: Sequence[Task], outs: Sequence[torch.Tensor], stats: PassStats
         bases, [A for A, _, _ in pairs], [B for _, B, _ in pairs], [s for _, _, s in pairs], list(outs), rounding
     )
     for task, (changed, unmoved, kept_sq, delta_sq, checksum) in zip(tasks, rounding.tolist(), strict=True):
-        if not torch.isfinite(torch.tensor(delta_sq)):
+        if not math.isfinite(delta_sq):
             raise ValueError(
                 f"{task.fqn}: the delta of its adapter is not finite (NaN or infinity in lora_A or lora_B, or an "
                 "overflow); the engine keeps its weights. Look for a diverged training step"
@@ -276,7 +270,8 @@ def _merge(tasks: Sequence[Task], outs: Sequence[torch.Tensor], stats: PassStats
 
 
 def _summed(task: Task) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """One pair (lora_A, lora_B, scaling) for the sum of the task's adapters: concatenated along the rank."""
+    """One pair (lora_A, lora_B, scaling) for the sum of the task's adapters: concatenated along the rank, with differing
+    scalings multiplied into lora_B in float32."""
     first, *others = task.adapters
     if not others:
         return first.lora_A.detach(), first.lora_B.detach(), first.scaling

@@ -5,7 +5,8 @@ of its own called `module` or `base_layer`.
 """
 
 import sys
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -73,10 +74,23 @@ def checkpoint_names(base_model: nn.Module, records: Sequence[Record]) -> list[R
     pretrained = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
     if revert is None or pretrained is None or not isinstance(base_model, pretrained):
         return list(records)
+    shapes = tuple((record.name, tuple(record.tensor.shape)) for record in records)
+    known_shapes, known_names = _converted.get(base_model, (None, None))
+    if known_shapes != shapes:
+        known_names = _revert(base_model, records, revert)
+        _converted[base_model] = (shapes, known_names)
+    return [replace(record, name=name) for record, name in zip(records, known_names, strict=True)]
+
+
+# What the conversion said of a model, which is slow to ask: {model: (names and shapes asked for, checkpoint names)}.
+_converted: "weakref.WeakKeyDictionary[nn.Module, tuple[tuple, list[str]]]" = weakref.WeakKeyDictionary()
+
+
+def _revert(base_model: nn.Module, records: Sequence[Record], revert: Callable) -> list[str]:
     metas = {record.name: torch.empty_like(record.tensor, device="meta") for record in records}
     if revert(base_model, dict(metas)).keys() == metas.keys():
-        return list(records)
-    renamed = []
+        return [record.name for record in records]
+    checkpoint_names = []
     for record in records:
         written = revert(base_model, {record.name: metas[record.name]})
         (name, tensor), *others = written.items()
@@ -85,5 +99,5 @@ def checkpoint_names(base_model: nn.Module, records: Sequence[Record]) -> list[R
                 f"{record.fqn}: checkpoints of {type(base_model).__name__} hold it as {sorted(written)[:4]}, in other "
                 "pieces than the model does; such models are not supported yet"
             )
-        renamed.append(replace(record, name=name))
-    return renamed
+        checkpoint_names.append(name)
+    return checkpoint_names

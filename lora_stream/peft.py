@@ -35,8 +35,8 @@ def read_model(model: nn.Module, *, adapter_name: str | None = None) -> ModelRec
         all_fqns=list(_all_fqns(model)),
         has_adapters=reader.has_adapters,
     )
-    if adapter_name is not None and reader.has_adapters and adapter_name not in reader.adapter_names:
-        raise ValueError(f"adapter_name={adapter_name!r}: the model has {sorted(reader.adapter_names)}")
+    if adapter_name is not None and adapter_name not in reader.adapter_names:
+        raise ValueError(f"adapter_name={adapter_name!r}: the model's adapters are {sorted(reader.adapter_names)}")
     base_model = reader.base_model if reader.base_model is not None else names.unwrap(model)
     _drop_tied(out, names.declared_ties(base_model))
     out.records = names.checkpoint_names(base_model, out.records)

@@ -92,7 +92,7 @@ def _load(worker, metadata: Sequence[ParamMeta], weights: Iterator[tuple[str, to
         try:
             reload.start(model)
             reload.load(model, metadata, weights)
-            reload.finish(model, worker.model_config, metadata)
+            reload.finish(model, worker.model_config)
         except BaseException:
             reload.abort(model)
             raise

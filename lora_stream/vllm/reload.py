@@ -32,7 +32,7 @@ def load(model: nn.Module, metadata: Sequence[ParamMeta], weights: Iterator[tupl
     model.load_weights(_as_announced(metadata, weights))
 
 
-def finish(model: nn.Module, model_config, metadata: Sequence[ParamMeta]) -> None:
+def finish(model: nn.Module, model_config) -> None:
     finalize_layerwise_reload(model, model_config)
     if current_platform.is_cpu():
         _refresh_tied_heads(model)

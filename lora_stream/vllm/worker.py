@@ -50,9 +50,9 @@ class LoraStreamEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         pass
 
     def start_weight_update(self) -> None:
-        self._metadata: list[ParamMeta] = []
-        # The check needs the model as it serves, and must not follow a half-open reload: so loading starts with the
-        # first update, when it is known what will come.
+        # The check needs the model as it serves: so the reload itself begins with the first update, when it is known what
+        # will come.
+        self._loading = False
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         metadata = update_info.metadata()
@@ -64,13 +64,13 @@ class LoraStreamEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         except BaseException:
             reload.abort(self.model)
             raise
-        self._metadata += metadata
+        self._loading = True
 
     def finish_weight_update(self) -> None:
-        if not self._metadata:
+        if not self._loading:
             return
         try:
-            reload.finish(self.model, self.model_config, self._metadata)
+            reload.finish(self.model, self.model_config)
         except BaseException:
             reload.abort(self.model)
             raise

@@ -177,6 +177,22 @@ def test_an_adapter_that_moved_and_changed_nothing_is_an_error():
     assert lora_stream.sync(model, engine).unmoved_targets == ()
 
 
+def test_what_trains_without_an_adapter_counts_as_movement_only_when_it_moves():
+    model = with_lora(llama(dtype=torch.bfloat16))
+    norm = model.get_base_model().model.norm
+    norm.weight.requires_grad_(True)
+    fill(model, std=1e-6)
+    engine = Recorder()
+    lora_stream.sync(model, engine)
+    fill(model, std=1e-6)
+    with torch.no_grad():
+        norm.weight.add_(1.0)
+    lora_stream.sync(model, engine)
+    fill(model, std=1e-6)
+    with pytest.raises(lora_stream.UnmovedError):
+        lora_stream.sync(model, engine)
+
+
 def test_an_adapter_that_did_not_move_is_no_error(model):
     engine = Recorder()
     lora_stream.sync(model, engine)

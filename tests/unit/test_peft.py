@@ -126,6 +126,11 @@ def test_unknown_adapter_name_is_refused_with_those_that_exist():
         lora_stream.stream(two_adapters(), adapter_name="other")
 
 
+def test_an_adapter_name_on_a_model_without_adapters_is_refused():
+    with pytest.raises(ValueError, match=r"adapter_name='policy': the model's adapters are \[\]"):
+        lora_stream.stream(llama(), adapter_name="policy")
+
+
 def test_modules_to_save_sends_the_trained_copy_and_never_the_original():
     """Case B17."""
     model = with_lora(llama(), modules_to_save=["lm_head", "embed_tokens"])

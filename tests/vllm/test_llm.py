@@ -95,6 +95,24 @@ def test_a_source_that_fails_leaves_the_engine_on_its_old_weights_and_the_next_s
     assert logprobs(setup.llm) == new
 
 
+def test_an_interrupt_leaves_the_engine_on_its_old_weights_and_the_next_sync_works(setup, model):
+    lora_stream.sync(model, setup.llm, full=True)
+    old = logprobs(setup.llm)
+    fill(model)
+    seen = []
+
+    def interrupt(meta, plan):
+        seen.append(meta)
+        if len(seen) == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        lora_stream.sync(model, setup.llm, on_tensor=interrupt)
+    assert logprobs(setup.llm) == old
+    lora_stream.sync(model, setup.llm)
+    assert logprobs(setup.llm) != old
+
+
 def test_a_non_finite_adapter_leaves_the_engine_on_its_old_weights(setup, model):
     lora_stream.sync(model, setup.llm, full=True)
     old = logprobs(setup.llm)
