@@ -188,10 +188,11 @@ def build_plan(
 
 
 def _check_account(model: ModelRecords) -> None:
-    placed = [record.fqn for record in model.records] + list(model.consumed) + list(model.left)
-    assert len(placed) == len(set(placed)), "a tensor was placed twice"
-    assert set(placed) <= set(model.all_fqns), sorted(set(placed) - set(model.all_fqns))
-    if remainder := [fqn for fqn in model.all_fqns if fqn not in set(placed)]:
+    fates = [record.fqn for record in model.records] + list(model.consumed) + list(model.left)
+    placed = set(fates)
+    assert len(placed) == len(fates), "a tensor was placed twice"
+    assert placed <= set(model.all_fqns), sorted(placed - set(model.all_fqns))
+    if remainder := [fqn for fqn in model.all_fqns if fqn not in placed]:
         shown = ", ".join(remainder[:5]) + (f" and {len(remainder) - 5} more" if len(remainder) > 5 else "")
         raise ValueError(
             f"{shown}: found in the model, but lora_stream does not know what it does to the merged weights; "
