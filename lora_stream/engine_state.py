@@ -23,6 +23,7 @@ class EngineState:
     needs_full: bool = False
     num_syncs: int = 0
     weight_version: str | None = None
+    fingerprint: object = None  # of the engine after its last sync
     adapters: dict[str, tuple[Adapter, ...]] = field(default_factory=dict)  # by checkpoint name
     copies: dict[str, torch.Tensor] = field(default_factory=dict)
     checksums: dict[str, int] = field(default_factory=dict)
@@ -38,9 +39,10 @@ class EngineState:
         names = {task.meta.name for task in plan.tasks}
         return self.adapters.keys() <= names and self.copies.keys() <= names
 
-    def remember(self, plan: Plan, rounding: Mapping[str, Rounding], weight_version: str) -> None:
+    def remember(self, plan: Plan, rounding: Mapping[str, Rounding], weight_version: str, fingerprint: object) -> None:
         """The engine now holds what `plan` sent. A model that trains without adapters is not copied: it is too large."""
-        self.synced, self.needs_full, self.weight_version = True, False, weight_version
+        self.synced, self.needs_full = True, False
+        self.weight_version, self.fingerprint = weight_version, fingerprint
         self.adapters, self.copies = {}, {}
         self.checksums = {name: found.checksum for name, found in rounding.items()}
         with_adapters = any(task.adapters for task in plan.tasks)

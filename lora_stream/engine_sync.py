@@ -65,6 +65,8 @@ def sync(
     state = state_of(engine)
     if state.model is None or state.model() is not model:
         state.forget(model)
+    if state.synced and target.fingerprint() != state.fingerprint:
+        state.needs_full = True  # somebody else has written to the engine, or its weights were dropped while it slept
 
     records = read_model(model, adapter_name=adapter_name)
 
@@ -131,7 +133,7 @@ def sync(
         unmoved_targets=unmoved,
     )
     silent = moved_names and len(unmoved) == len(moved_names) and not state.moved_copies(plan)
-    state.remember(plan, stats.rounding, weight_version)
+    state.remember(plan, stats.rounding, weight_version, target.fingerprint())
     if silent and not allow_unmoved:
         raise UnmovedError(
             f"the adapter has moved but none of the {len(unmoved)} targets has: every update was smaller than a rounding "

@@ -18,6 +18,9 @@ class Engine(Protocol):
     def check(self, metadata: Sequence[ParamMeta]) -> None:
         """Raise ValueError, the engine untouched, if it could not load exactly this."""
 
+    def fingerprint(self) -> object:
+        """Equal to what it was after a sync as long as nobody else has changed the engine's weights."""
+
     def update(
         self, metadata: Sequence[ParamMeta], weights: Iterator[tuple[str, torch.Tensor]], weight_version: str | None
     ) -> None:
@@ -50,6 +53,9 @@ class _Loader:
 
     def check(self, metadata: Sequence[ParamMeta]) -> None:
         pass
+
+    def fingerprint(self) -> object:
+        return None
 
     def update(
         self, metadata: Sequence[ParamMeta], weights: Iterator[tuple[str, torch.Tensor]], weight_version: str | None

@@ -40,7 +40,17 @@ class LLMEngine:
     def check(self, metadata: Sequence[ParamMeta]) -> None:
         if self._llm.llm_engine.has_unfinished_requests():
             raise ValueError("the engine has unfinished requests; finish or abort them before a sync")
+        if "weights" in self._llm.llm_engine.model_executor.sleeping_tags:
+            raise ValueError(
+                'the engine sleeps, its weights are not in memory; call wake_up(tags=["weights"]) before a sync'
+            )
         self._llm.collective_rpc(partial(_check, metadata=metadata))
+
+    def fingerprint(self) -> object:
+        # After sleep(level=2) the weights are gone, and waking up does not bring them back: what is unchanged for the
+        # trainer must be sent again then.
+        (found,) = self._llm.collective_rpc(_fingerprint)
+        return found
 
     def update(
         self, metadata: Sequence[ParamMeta], weights: Iterator[tuple[str, torch.Tensor]], weight_version: str | None
@@ -76,6 +86,13 @@ class LLMEngine:
 def _packed_modules(worker) -> list[list[str]]:
     mapping = getattr(worker.model_runner.get_model(), "packed_modules_mapping", None) or {}
     return [list(parts) for parts in mapping.values()]
+
+
+def _fingerprint(worker) -> list[int]:
+    """Of norms and biases, which are small: sums of their values' bit patterns."""
+    parameters = [p for p in worker.model_runner.get_model().parameters() if p.ndim == 1]
+    sums = [p.detach().float().view(torch.int32).sum(dtype=torch.int64) for p in parameters]
+    return torch.stack(sums).tolist() if sums else []
 
 
 def _has_backend(worker) -> bool:

@@ -184,6 +184,31 @@ def test_an_engine_with_requests_in_flight_is_refused_untouched(setup, model):
     assert logprobs(setup.llm) != old
 
 
+def test_an_engine_that_lost_its_weights_gets_all_of_them(setup, model):
+    """As after sleep(level=2) on a GPU; on the CPU the weights survive it, so they are overwritten here."""
+    lora_stream.sync(model, setup.llm, full=True)
+    want = logprobs(setup.llm)
+    engine_model = setup.llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+    with torch.no_grad():
+        for parameter in engine_model.parameters():
+            parameter.fill_(0.01)
+    report = lora_stream.sync(model, setup.llm)
+    assert report.scope == "all"
+    assert logprobs(setup.llm) == want
+    assert lora_stream.sync(model, setup.llm).scope == "trained"
+
+
+def test_a_sleeping_engine_is_refused_until_its_weights_are_back(setup, model):
+    lora_stream.sync(model, setup.llm, full=True)
+    setup.llm.sleep(level=1)
+    with pytest.raises(ValueError, match=r"sleeps.*wake_up\(tags="):
+        lora_stream.sync(model, setup.llm)
+    setup.llm.wake_up(tags=["weights"])
+    lora_stream.sync(model, setup.llm)
+    setup.llm.wake_up()
+    assert logprobs(setup.llm)
+
+
 def test_a_trained_tied_embedding_reaches_the_logits(setup, tmp_path):
     """On the CPU the tied head has a packed copy of its own, which loading the embedding alone would leave stale."""
     tied = setup.base().config.tie_word_embeddings
