@@ -12,6 +12,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cpu/paths.h"
@@ -123,6 +124,35 @@ MergeArgs checked_args(const Tensor& base, const Tensor& lora_A, const Tensor& l
   return args;
 }
 
+// What one matrix writes no other may read or write: threads work on all of them at once, in no order.
+void check_disjoint(const std::vector<MergeArgs>& group, const std::vector<Tensor>& bases,
+                    const std::vector<Tensor>& lora_As, const std::vector<Tensor>& lora_Bs,
+                    const std::vector<Tensor>& outs) {
+  std::vector<std::pair<Bytes, size_t>> written;  // by address
+  for (size_t i = 0; i < group.size(); ++i) {
+    const Bytes bytes = extent(group[i].out, outs[i], group[i].out_dtype);
+    if (bytes.begin < bytes.end) written.emplace_back(bytes, i);
+  }
+  std::sort(written.begin(), written.end(), [](const auto& a, const auto& b) { return a.first.begin < b.first.begin; });
+  for (size_t k = 1; k < written.size(); ++k) {
+    STD_TORCH_CHECK(!overlap(written[k - 1].first, written[k].first), "merge_cast_grouped_: outs ",
+                    written[k - 1].second, " and ", written[k].second, " overlap; pass other memory");
+  }
+  const auto check_input = [&](const char* name, size_t i, const Bytes& read) {
+    auto next = std::lower_bound(written.begin(), written.end(), read.end,
+                                 [](const auto& entry, uintptr_t end) { return entry.first.begin < end; });
+    while (next != written.begin() && overlap((--next)->first, read)) {
+      STD_TORCH_CHECK(next->second == i, "merge_cast_grouped_: out ", next->second, " overlaps ", name, " ", i,
+                      "; pass other memory");
+    }
+  };
+  for (size_t i = 0; i < group.size(); ++i) {
+    check_input("base", i, extent(group[i].base, bases[i], group[i].base_dtype));
+    check_input("lora_A", i, extent(group[i].lora_A, lora_As[i], group[i].lora_A_dtype));
+    check_input("lora_B", i, extent(group[i].lora_B, lora_Bs[i], group[i].lora_B_dtype));
+  }
+}
+
 // All matrices' rows form one range of blocks, so that threads share many small matrices as well as one large one.
 void merge_all(const std::vector<MergeArgs>& group, double* stats) {
   const MergeRows merge_rows = cpu_path().merge_rows;
@@ -132,9 +162,9 @@ void merge_all(const std::vector<MergeArgs>& group, double* stats) {
     first_block.push_back(first_block.back() + (args.rows + kBlockRows - 1) / kBlockRows);
     ops += args.rows * args.cols * (args.rank + 1);
   }
+  // No rows at all: nothing is merged, but the statistics must be written.
   const int64_t num_blocks = first_block.back();
-  if (num_blocks == 0) return;
-  const int64_t grain = std::max<int64_t>(1, kGrainOps / std::max<int64_t>(1, ops / num_blocks));
+  const int64_t grain = std::max<int64_t>(1, kGrainOps / std::max<int64_t>(1, ops / std::max<int64_t>(1, num_blocks)));
 
   std::vector<MergeStats> sums(group.size());
   std::mutex mutex;
@@ -188,6 +218,7 @@ void merge_cast_grouped_(const std::vector<Tensor>& bases, const std::vector<Ten
   for (size_t i = 0; i < num; ++i) {
     group.push_back(checked_args(bases[i], lora_As[i], lora_Bs[i], scalings[i], outs[i]));
   }
+  check_disjoint(group, bases, lora_As, lora_Bs, outs);
   merge_all(group, stats_data);
 }
 

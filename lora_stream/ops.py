@@ -50,34 +50,15 @@ def merge_cast_grouped_(
     torch.ops.lora_stream.merge_cast_grouped_(bases, lora_As, lora_Bs, scalings, outs, stats)
 
 
-def _check_fake(base: torch.Tensor, lora_A: torch.Tensor, lora_B: torch.Tensor, out: torch.Tensor) -> None:
-    # A meta tensor among real ones would be sent here too, where nothing is computed.
-    devices = {tensor.device for tensor in (base, lora_A, lora_B, out)}
-    torch._check(len(devices) == 1, lambda: f"merge_cast_: all tensors must be on one device, got {devices}")
-    rows, cols = base.shape
-    rank = lora_A.shape[0]
-    for name, tensor, shape in (
-        ("lora_A", lora_A, (rank, cols)),
-        ("lora_B", lora_B, (rows, rank)),
-        ("out", out, (rows, cols)),
-    ):
-        torch._check(
-            tuple(tensor.shape) == shape,
-            lambda name=name, tensor=tensor, shape=shape: (
-                f"merge_cast_: {name} must have shape {shape}, got {tuple(tensor.shape)}"
-            ),
-        )
-
-
 @torch.library.register_fake("lora_stream::merge_cast_")
 def _(base, lora_A, lora_B, scaling, out):
-    _check_fake(base, lora_A, lora_B, out)
+    eager.check_shapes(base, lora_A, lora_B, out)
 
 
 @torch.library.register_fake("lora_stream::merge_cast_grouped_")
 def _(bases, lora_As, lora_Bs, scalings, outs, stats=None):
     for base, lora_A, lora_B, out in zip(bases, lora_As, lora_Bs, outs, strict=True):
-        _check_fake(base, lora_A, lora_B, out)
+        eager.check_shapes(base, lora_A, lora_B, out)
 
 
 # Where there is no kernel yet. Kept for as long as the ops are registered.

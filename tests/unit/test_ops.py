@@ -200,6 +200,45 @@ def test_memory_that_is_read_and_written_at_once_is_refused():
         ops.merge_cast_(torch.zeros(4, 5), storage[:10].view(2, 5), torch.zeros(4, 2), 1.0, storage[:20].view(4, 5))
 
 
+@pytest.mark.parametrize("module", [ops, eager])
+def test_no_matrix_of_a_group_may_write_what_another_reads_or_writes(module):
+    def run(bases, outs, lora_As=None):
+        lora_As = lora_As or [torch.randn(2, 5) for _ in bases]
+        module.merge_cast_grouped_(bases, lora_As, [torch.randn(4, 2) for _ in bases], [1.0] * len(bases), outs)
+
+    def fresh():
+        return torch.randn(4, 5)
+
+    shared = torch.randn(8, 5)
+    with pytest.raises(RuntimeError, match="outs 0 and 1 overlap"):
+        run([fresh(), fresh()], [shared[:4], shared[3:7]])
+    with pytest.raises(RuntimeError, match="out 0 overlaps base 2"):
+        run([fresh(), fresh(), shared[2:6]], [shared[:4], fresh(), fresh()])
+    with pytest.raises(RuntimeError, match="out 1 overlaps lora_A 0"):
+        run([fresh(), fresh()], [fresh(), shared[:4]], lora_As=[shared[2:4], torch.randn(2, 5)])
+    with pytest.raises(RuntimeError, match="overlaps base"):
+        run([shared[:4]], [shared[1:5]])
+    halves = [shared[:4], shared[4:]]  # adjacent is not overlapping, and a matrix may replace its own base
+    run(halves, halves)
+    run([fresh(), fresh()], halves)
+
+
+@pytest.mark.parametrize("module", [ops, eager])
+def test_a_larger_out_is_refused_and_not_filled_by_broadcasting(module):
+    with pytest.raises(RuntimeError, match="out must have shape"):
+        module.merge_cast_(torch.randn(4, 1), torch.randn(2, 1), torch.randn(4, 2), 1.0, torch.empty(4, 5))
+
+
+@pytest.mark.parametrize("module", [ops, eager])
+@pytest.mark.parametrize("shape", [(0, 5), (4, 0)])
+def test_statistics_of_empty_matrices_are_zero(module, shape):
+    base, stats = torch.empty(shape), torch.full((1, ops.NUM_STATS), -7.0, dtype=torch.float64)
+    module.merge_cast_grouped_(
+        [base], [torch.randn(2, shape[1])], [torch.randn(shape[0], 2)], [1.0], [base.clone()], stats
+    )
+    assert stats.tolist() == [[0.0] * ops.NUM_STATS]
+
+
 def test_lists_of_different_lengths_are_refused():
     with pytest.raises(RuntimeError, match="must have one length, got 1 bases, 0 lora_As"):
         ops.merge_cast_grouped_([torch.zeros(1, 1)], [], [], [], [])
