@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cpu/paths.h"
+#include "staging/bind.h"
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "lora_stream's compiled part";
@@ -21,6 +22,7 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "cpu_path", [] { return std::string(lora_stream::cpu_path().name); },
       "The CPU path in use: the fastest supported one, or the one that LORA_STREAM_CPU names.");
+  lora_stream::bind_staging(m);
   m.attr("cuda_built") = false;  // no CUDA kernel in this version
   m.attr("compiler") = __VERSION__;
   m.attr("torch_built_with") = LORA_STREAM_TORCH_VERSION;
