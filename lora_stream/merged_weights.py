@@ -3,15 +3,16 @@
     for name, tensor in lora_stream.stream(model): ...
 
 A yielded tensor belongs to the consumer: it is contiguous, shares no storage with the model and is never written again.
-The live model is only read. Merging and staging go bucket by bucket; at most one bucket, or one larger tensor, is alive
-on this side.
+The live model is only read. Merging goes batch by batch, into memory that a *staging* gives: fresh tensors, of which at most
+one bucket, or one larger tensor, is alive on this side, or the slots of a ring that another process reads.
 """
 
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -33,6 +34,16 @@ class Rounding:
     delta_sq: float  # sum of delta**2
     checksum: int  # of the merged values
 
+    def __add__(self, other: "Rounding") -> "Rounding":
+        """Of two parts of one tensor."""
+        return Rounding(
+            changed=self.changed + other.changed,
+            unmoved=self.unmoved + other.unmoved,
+            kept_sq=self.kept_sq + other.kept_sq,
+            delta_sq=self.delta_sq + other.delta_sq,
+            checksum=(self.checksum + other.checksum) % 2**32,
+        )
+
 
 @dataclass(kw_only=True)
 class PassStats:
@@ -42,6 +53,53 @@ class PassStats:
     peak_staging_bytes: int = 0
     sent: list[ParamMeta] = field(default_factory=list)
     rounding: dict[str, Rounding] = field(default_factory=dict)  # by checkpoint name
+
+
+class Part(NamedTuple):
+    """Elements [begin, end) of a task's flattened tensor, and where they go: `out` has the tensor's shape where the part
+    is all of it, [rows, cols] where it is whole rows, and is flat otherwise."""
+
+    task: Task
+    begin: int
+    end: int
+    out: torch.Tensor
+
+    @property
+    def is_last(self) -> bool:
+        return self.end == self.task.base.numel()
+
+
+class Staging(Protocol):
+    """Where a pass puts its tensors."""
+
+    num_bytes: int  # of memory that it holds now
+    seconds_waited: float  # for room, in this pass
+
+    def batches(self, plan: Plan) -> Iterator[Iterable[Part]]:
+        """The plan in parts, in order. A batch is filled before the next one is asked for."""
+
+
+class FreshStaging:
+    """New tensors, a bucket at a time; each belongs to who takes it."""
+
+    def __init__(self, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self._bucket_bytes = bucket_bytes
+        self.num_bytes = 0
+        self.seconds_waited = 0.0
+
+    def batches(self, plan: Plan) -> Iterator[Iterable[Part]]:
+        for bucket in plan.buckets(self._bucket_bytes):
+            self.num_bytes = sum(task.meta.num_bytes for task in bucket)
+            # No name for the list: the tensors are held by who takes them alone.
+            yield [
+                Part(
+                    task,
+                    0,
+                    task.base.numel(),
+                    torch.empty(task.meta.shape, dtype=task.meta.dtype, device=task.base.device),
+                )
+                for task in bucket
+            ]
 
 
 class MergedWeights:
@@ -98,11 +156,15 @@ class MergedWeights:
 
         Raises ValueError if the model would now yield other names, dtypes or shapes than ``metadata()`` said.
         """
+        return self.stream_into(FreshStaging(self._bucket_bytes))
+
+    def stream_into(self, staging: "Staging") -> "Stream":
+        """A fresh pass that puts its tensors where `staging` says; otherwise as ``iter()``."""
         plan = self._build_plan()  # afresh: scalings and active adapters are read when a pass begins
         if plan.metadata() != self.metadata():
             raise ValueError("the model's adapters or parameters have changed since; make a new MergedWeights")
         self.plan = plan
-        return Stream(plan, onload=self._onload, offload=self._offload, bucket_bytes=self._bucket_bytes)
+        return Stream(plan, onload=self._onload, offload=self._offload, staging=staging)
 
 
 def stream(
@@ -123,7 +185,10 @@ def stream(
 
 
 class Stream:
-    """One pass. ``offload`` runs exactly once, however the pass ends: exhausted, closed, dropped, or by an error."""
+    """One pass. ``offload`` runs exactly once, however the pass ends: exhausted, closed, dropped, or by an error.
+
+    With a staging of its own, what is yielded is that staging's memory.
+    """
 
     def __init__(
         self,
@@ -131,13 +196,14 @@ class Stream:
         *,
         onload: Callable[[], object] | None = None,
         offload: Callable[[], object] | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
+        staging: Staging | None = None,
     ) -> None:
         self.plan = plan
         self.stats = PassStats()
         # No reference from the generator back to self: a dropped Stream must close it at once, not at the next
         # collection of cycles.
-        self._generator = _generate(plan, onload, offload, bucket_bytes, self.stats, _Versions(plan), _Ready(plan))
+        staging = FreshStaging() if staging is None else staging
+        self._generator = _generate(plan, onload, offload, staging, self.stats, _Versions(plan), _Ready(plan))
         # A generator that was never started skips its `finally`; so start it here, up to a first empty yield.
         next(self._generator)
 
@@ -164,13 +230,14 @@ def _generate(
     plan: Plan,
     onload: Callable[[], object] | None,
     offload: Callable[[], object] | None,
-    bucket_bytes: int,
+    staging: Staging,
     stats: PassStats,
     versions: "_Versions",
     ready: "_Ready",
 ) -> Iterator[tuple[str, torch.Tensor]]:
     # No context manager may be open at a yield: a no_grad() would hold in the consumer until it asks again.
     loaded = onload is None
+    batches = staging.batches(plan)
     try:
         yield  # type: ignore[misc]  # Stream.__init__ stops here
         versions.check()
@@ -178,17 +245,21 @@ def _generate(
             loaded = True  # first: an onload that fails halfway is undone as well
             onload()
             versions = _Versions(plan)
-        for bucket in plan.buckets(bucket_bytes):
+        while batch := _next_batch(batches):
             versions.check()
             ready.wait()
             begin = time.perf_counter()
-            staged = _materialize(bucket, stats)
+            _materialize(batch, stats)
             stats.seconds_merge += time.perf_counter() - begin
-            stats.peak_staging_bytes = max(stats.peak_staging_bytes, sum(task.meta.num_bytes for task in bucket))
-            for task in bucket:
-                stats.sent.append(task.meta)
-                yield staged.popleft()  # held nowhere else: dropping it is the release
+            stats.peak_staging_bytes = max(stats.peak_staging_bytes, staging.num_bytes)
+            while batch:
+                if not batch[0].is_last:
+                    batch.popleft()
+                    continue
+                stats.sent.append(batch[0].task.meta)
+                yield batch[0].task.meta.name, batch.popleft().out  # held nowhere else: dropping it is the release
     finally:
+        batches.close()  # type: ignore[attr-defined]
         if loaded and offload is not None:
             offload()
 
@@ -229,44 +300,63 @@ class _Versions:
                 )
 
 
-def _materialize(bucket: Sequence[Task], stats: PassStats) -> deque[tuple[str, torch.Tensor]]:
-    """The bucket's tensors in fresh memory: all merges in one call of the grouped kernel, the rest copied."""
+def _next_batch(batches: Iterator[Iterable[Part]]) -> deque[Part]:
     # The consumer may be in inference mode; what it gets must be an ordinary tensor all the same.
+    with torch.inference_mode(False):
+        return deque(next(batches, ()))
+
+
+def _materialize(batch: Iterable[Part], stats: PassStats) -> None:
+    """Fill the batch: all merges in one call of the grouped kernel, the rest copied."""
     with torch.inference_mode(False), torch.no_grad():
-        staged = deque(
-            (task.meta.name, torch.empty(task.meta.shape, dtype=task.meta.dtype, device=task.base.device))
-            for task in bucket
-        )
-        merges = [(task, out) for task, (_, out) in zip(bucket, staged, strict=True) if task.adapters]
-        for task, (_, out) in zip(bucket, staged, strict=True):
-            if not task.adapters:
-                out.copy_(task.base)
+        merges = [part for part in batch if part.task.adapters]
+        for part in batch:
+            if not part.task.adapters:
+                base = part.task.base
+                is_whole = part.begin == 0 and part.is_last
+                part.out.copy_(base if is_whole else base.reshape(-1)[part.begin : part.end].view(part.out.shape))
         if merges:
-            _merge([task for task, _ in merges], [out for _, out in merges], stats)
-    return staged
+            _merge(merges, stats)
 
 
-def _merge(tasks: Sequence[Task], outs: Sequence[torch.Tensor], stats: PassStats) -> None:
-    pairs = [_summed(task) for task in tasks]
-    # The kernel wants a row's elements adjacent; a base that was loaded transposed is copied, one tensor at a time.
-    bases = [task.base.detach() if task.base.stride(1) == 1 else task.base.detach().contiguous() for task in tasks]
-    rounding = torch.empty(len(tasks), ops.NUM_STATS, dtype=torch.float64)
+def _merge(parts: Sequence[Part], stats: PassStats) -> None:
+    bases, pairs, outs = [], [], []
+    for part in parts:
+        rows = _rows(part)
+        lora_A, lora_B, scaling = _summed(part.task)
+        base = part.task.base.detach()[rows]
+        # The kernel wants a row's elements adjacent; a base that was loaded transposed is copied, one tensor at a time.
+        bases.append(base if base.stride(1) == 1 else base.contiguous())
+        pairs.append((lora_A, lora_B[rows], scaling))
+        # A kernel writes on its own device; from there it is copied into staging that lies elsewhere.
+        is_near = part.out.device == base.device
+        outs.append(part.out if is_near else torch.empty_like(part.out, device=base.device))
+    rounding = torch.empty(len(parts), ops.NUM_STATS, dtype=torch.float64)
     ops.merge_cast_grouped_(
-        bases, [A for A, _, _ in pairs], [B for _, B, _ in pairs], [s for _, _, s in pairs], list(outs), rounding
+        bases, [A for A, _, _ in pairs], [B for _, B, _ in pairs], [s for _, _, s in pairs], outs, rounding
     )
-    for task, (changed, unmoved, kept_sq, delta_sq, checksum) in zip(tasks, rounding.tolist(), strict=True):
+    for part, out, (changed, unmoved, kept_sq, delta_sq, checksum) in zip(parts, outs, rounding.tolist(), strict=True):
         if not math.isfinite(delta_sq):
             raise ValueError(
-                f"{task.fqn}: the delta of its adapter is not finite (NaN or infinity in lora_A or lora_B, or an "
+                f"{part.task.fqn}: the delta of its adapter is not finite (NaN or infinity in lora_A or lora_B, or an "
                 "overflow); the engine keeps its weights. Look for a diverged training step"
             )
-        stats.rounding[task.meta.name] = Rounding(
-            changed=int(changed),
-            unmoved=int(unmoved),
-            kept_sq=kept_sq,
-            delta_sq=delta_sq,
-            checksum=int(checksum),
+        if out is not part.out:
+            part.out.copy_(out)
+        found = Rounding(
+            changed=int(changed), unmoved=int(unmoved), kept_sq=kept_sq, delta_sq=delta_sq, checksum=int(checksum)
         )
+        name = part.task.meta.name
+        stats.rounding[name] = found if part.begin == 0 else stats.rounding[name] + found
+
+
+def _rows(part: Part) -> slice:
+    cols = part.task.base.shape[1]
+    if part.begin % max(cols, 1) or part.end % max(cols, 1):
+        raise ValueError(
+            f"{part.task.fqn}: a slot of the staging does not hold one of its rows of {cols} elements; make slots larger"
+        )
+    return slice(None) if cols == 0 else slice(part.begin // cols, part.end // cols)
 
 
 def _summed(task: Task) -> tuple[torch.Tensor, torch.Tensor, float]:
