@@ -7,11 +7,14 @@ if TYPE_CHECKING:
     from lora_stream.merged_weights import MergedWeights, Stream, stream
     from lora_stream.plan import ParamMeta, Plan
     from lora_stream.report import SyncReport
+    from lora_stream.vllm.clients import RayClient, ServerClient
 
 _HOMES = {
     "MergedWeights": "merged_weights",
     "ParamMeta": "plan",
     "Plan": "plan",
+    "RayClient": "vllm.clients",
+    "ServerClient": "vllm.clients",
     "Stream": "merged_weights",
     "SyncError": "engine_sync",
     "SyncReport": "report",
@@ -23,6 +26,8 @@ __all__ = [
     "MergedWeights",
     "ParamMeta",
     "Plan",
+    "RayClient",
+    "ServerClient",
     "Stream",
     "SyncError",
     "SyncReport",

@@ -13,11 +13,13 @@ import torch
 from torch import nn
 
 from lora_stream.engine_state import EngineState, state_of
-from lora_stream.engines import Engine, engine_of
+from lora_stream.engines import STAGING_BYTES, Engine, engine_of
 from lora_stream.merged_weights import Stream
 from lora_stream.peft import read_model
 from lora_stream.plan import FUSED_MODULES, ParamMeta, Plan, Scope, build_plan, fused_unit
 from lora_stream.report import SyncReport
+from lora_stream.ring import DEADLINE_S, PeerLostError
+from lora_stream.vllm.channel import RefusedError
 
 
 class SyncError(RuntimeError):
@@ -44,38 +46,53 @@ def sync(
     offload: Callable[[], object] | None = None,
     weight_version: str | None = None,
     allow_unmoved: bool = False,
+    in_place: bool = False,
+    deadline_s: float = DEADLINE_S,
+    staging_bytes: int = STAGING_BYTES,
     on_tensor: Callable[[ParamMeta, Plan], object] | None = None,
 ) -> SyncReport:
     """Send the model's merged weights to the engine.
 
-    engine: a ``vllm.LLM`` in this process, or any object with ``load_weights(iterable of (name, tensor))``.
+    engine: a ``vllm.LLM``, in this process or with its engine core in others; the URL of a vLLM server on this host, or a
+        ``ServerClient``; a Ray actor that wraps an engine on this host, or a ``RayClient`` of several; a client of
+        your own with vLLM's four weight-transfer calls; any object with ``load_weights(iterable of (name, tensor))``.
+        Except for an LLM in this process, vLLM must run with ``weight_transfer_config={"backend": "lora_stream"}``.
     full: send every tensor. Without it the first sync to an engine sends everything, unless base_loaded says that the
         engine was started on the very base weights of the model; later ones send what trains ("trained" scope).
+        base_loaded does not count for an engine that says that somebody has sent it weights since.
     wire_dtype: None takes the engine's dtype, or bfloat16 where it has no wish.
     adapter_name, onload, offload: as in ``stream``.
     weight_version: what the engine reports with its outputs from now on; None counts syncs.
     allow_unmoved: do not raise when an adapter that has moved changes nothing after rounding.
+    in_place: write exactly the touched tensors where the engine keeps them, without vLLM's reload and without the siblings
+        that it wants: faster, and refused where the engine keeps weights in any other form than they are loaded.
+    deadline_s: the longest silence of an engine in other processes, in seconds, before the sync fails.
+    staging_bytes: shared memory to such an engine, held from the first sync on for as long as the engine's object, or
+        this process for a URL.
     on_tensor: called with each tensor's meta and the plan when the engine asks for it (progress bars).
 
     Raises ValueError before anything is sent for what cannot be merged or loaded, SyncError when loading failed (its
     text says what the engine holds now), UnmovedError when the sync changed nothing though the adapter has moved.
     """
     begin = time.perf_counter()
-    target = engine_of(engine)
+    target = engine_of(engine, in_place=in_place, deadline_s=deadline_s, staging_bytes=staging_bytes)
     state = state_of(engine)
     if state.model is None or state.model() is not model:
         state.forget(model)
     if state.synced and target.fingerprint() != state.fingerprint:
-        state.needs_full = True  # somebody else has written to the engine, or its weights were dropped while it slept
+        state.needs_full = True  # somebody else has written to the engine, or it slept its weights away, or restarted
+    if target.is_mixture or (not state.synced and not target.is_pristine):
+        state.needs_full = True  # what another sender left in it
 
     records = read_model(model, adapter_name=adapter_name)
+    groups = () if in_place else (*FUSED_MODULES, *target.fused_modules)
 
     def plan_of(scope: Scope) -> Plan:
         return build_plan(
             records,
             wire_dtype=wire_dtype or target.wire_dtype or torch.bfloat16,
             scope=scope,
-            fused_modules=(*FUSED_MODULES, *target.fused_modules),
+            fused_modules=groups,
         )
 
     everything = plan_of("all")
@@ -91,21 +108,24 @@ def sync(
 
     state.num_syncs += 1
     weight_version = weight_version if weight_version is not None else str(state.num_syncs)
-    stream = Stream(plan, onload=onload, offload=offload)
+    stream = Stream(plan, onload=onload, offload=offload, staging=target.staging)
     timed = _Timed(stream, on_tensor)
     begin_update = time.perf_counter()
     try:
+        target.pause()
         target.update(plan.metadata(), timed, weight_version)
         if len(timed.sent) < len(plan.tasks):
             raise RuntimeError(f"the engine took only {len(timed.sent)} of {len(plan.tasks)} tensors")
     except BaseException as error:
         stream.close()
-        holds = _restore(target, state, base_loaded, plan, timed.sent, onload, offload)
-        if not isinstance(error, Exception):
+        restored = _restore(target, state, base_loaded, plan, timed.sent, groups, onload, offload, error)
+        if isinstance(error, RefusedError) or not isinstance(error, Exception):
             raise
-        raise SyncError(f"sync failed at tensor {len(timed.sent)} of {len(plan.tasks)}: {error}; {holds}") from error
+        raise SyncError(f"sync failed at tensor {len(timed.sent)} of {len(plan.tasks)}: {error}; {restored}") from error
     finally:
         stream.close()
+    seconds_waited = target.staging.seconds_waited
+    _resume(target)
     seconds_update = time.perf_counter() - begin_update
 
     stats = stream.stats
@@ -125,10 +145,11 @@ def sync(
             "plan": seconds_plan,
             "check": seconds_check,
             "merge": stats.seconds_merge,
-            "transfer": timed.seconds - stats.seconds_merge,
-            "engine": seconds_update - timed.seconds,
+            "transfer": timed.seconds - stats.seconds_merge - seconds_waited,
+            "engine": seconds_update - timed.seconds + seconds_waited,
             "total": time.perf_counter() - begin,
         },
+        seconds_loading=target.seconds_loading,
         rounding=stats.rounding,
         unmoved_targets=unmoved,
     )
@@ -176,30 +197,49 @@ def _restore(
     base_loaded: bool,
     plan: Plan,
     sent: Sequence[ParamMeta],
+    groups: Sequence[Sequence[str]],
     onload: Callable[[], object] | None,
     offload: Callable[[], object] | None,
+    error: BaseException,
 ) -> str:
-    """After a failed update: send the old values of all that may have been replaced. Says what the engine holds."""
-    if not sent:
-        return "the engine holds its old weights"
-    known = (state.synced or base_loaded) and not state.needs_full
-    # Only a finished sync, this one or a restoring one, clears it.
-    state.needs_full = True
-    if known:
-        groups = (*FUSED_MODULES, *target.fused_modules)
+    """After a failed update: send the old values of all that may have been replaced. Says what the engine holds, and lets
+    it go on, unless that is a mixture."""
+    if isinstance(error, PeerLostError):
+        state.needs_full = True
+        return "the engine does not answer any more: start it anew, the next sync will be a full one"
+    if sent:
+        known = (state.synced or base_loaded) and not state.needs_full
+        # Only a finished sync, this one or a restoring one, clears it.
+        state.needs_full = True
+        mixture = "it must get a full sync, as the next one will be; until then it stays paused, if it was"
+        if not known:
+            return f"the engine may hold a mixture of old and new weights: {mixture}"
         units = {fused_unit(meta.name, groups) for meta in sent}
-        touched = [task for task in plan.tasks if fused_unit(task.meta.name, groups) in units]
-        old = [state.old_task(task) for task in touched]
-        if None not in old:
-            restoring = Stream(Plan(tasks=tuple(old), scope=plan.scope, account={}), onload=onload, offload=offload)
-            try:
-                target.update(restoring.metadata(), restoring, state.weight_version)
-            except Exception as error:
-                return (
-                    f"restoring its old weights failed too ({error}): it must get a full sync, as the next one will be"
-                )
-            finally:
-                restoring.close()
-            state.needs_full = False
-            return "the engine was put back on its old weights"
-    return "the engine may hold a mixture of old and new weights: it must get a full sync, as the next one will be"
+        old = [state.old_task(task) for task in plan.tasks if fused_unit(task.meta.name, groups) in units]
+        if None in old:
+            return f"the engine may hold a mixture of old and new weights: {mixture}"
+        restoring = Stream(
+            Plan(tasks=tuple(old), scope=plan.scope, account={}),
+            onload=onload,
+            offload=offload,
+            staging=target.staging,
+        )
+        try:
+            target.update(restoring.metadata(), restoring, state.weight_version)
+        except Exception as failure:
+            return f"restoring its old weights failed too ({failure}): {mixture}"
+        finally:
+            restoring.close()
+        state.needs_full = False
+    try:
+        target.resume()
+    except Exception as failure:
+        return f"the engine is on its old weights, but could not be resumed ({failure})"
+    return "the engine was put back on its old weights" if sent else "the engine holds its old weights"
+
+
+def _resume(target: Engine) -> None:
+    try:
+        target.resume()
+    except Exception as error:
+        raise SyncError(f"the engine holds the new weights, but could not be resumed: {error}") from error

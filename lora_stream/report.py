@@ -20,8 +20,11 @@ def format_bytes(count: float) -> str:
 class SyncReport:
     """The proof of one sync. Byte counts are of the wire dtype, times are seconds of wall clock.
 
-    seconds: "plan" (reading the model), "check" (asking the engine whether it would take it), "merge" (the kernel and copies into staging), "transfer" (the rest of the
-        stream: onload, offload, handing over), "engine" (loading in the engine, cache reset included), "total".
+    seconds: "plan" (reading the model), "check" (asking the engine whether it would take it), "merge" (the kernel and
+        copies into staging), "transfer" (the rest of the stream: onload, offload, handing over), "engine" (waiting for
+        the engine: pause, loading, cache reset, resume), "total".
+    seconds_loading: of an engine in other processes, what the slowest worker spent in its own loading; it overlaps the
+        merging, so that "total" less this is what merging and transport cost.
     """
 
     weight_version: str
@@ -34,7 +37,10 @@ class SyncReport:
     num_bytes_left: int  # of unchanged base weights that were not sent again
     peak_staging_bytes: int
     seconds: Mapping[str, float]
-    rounding: Mapping[str, Rounding] = field(repr=False)  # by checkpoint name, merged tensors only
+    seconds_loading: float | None = None
+    rounding: Mapping[str, Rounding] = field(
+        repr=False, default_factory=dict
+    )  # by checkpoint name, merged tensors only
     # Merged tensors whose adapter has moved since the last sync, or is not zero in the first, and whose values have not.
     unmoved_targets: tuple[str, ...] = ()
 

@@ -12,8 +12,13 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _get_original_loader,
+    get_layerwise_info,
+    is_deferred_attention_layer,
+)
 from vllm.model_executor.model_loader.reload.meta import CopyCounter, to_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
@@ -21,17 +26,20 @@ from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 from lora_stream.plan import ParamMeta
 
 # Manifests that a model has accepted, so that later syncs of the same tensors do not ask again.
-_accepted: "weakref.WeakKeyDictionary[nn.Module, set[tuple[ParamMeta, ...]]]" = weakref.WeakKeyDictionary()
+_accepted: "weakref.WeakKeyDictionary[nn.Module, set[tuple[bool, tuple[ParamMeta, ...]]]]" = weakref.WeakKeyDictionary()
 
 
-def check_manifest(model: nn.Module, vllm_config, metadata: Sequence[ParamMeta]) -> None:
+def check_manifest(model: nn.Module, vllm_config, metadata: Sequence[ParamMeta], *, in_place: bool = False) -> None:
     """Raise ValueError, naming the parameter, unless `model` would take all of `metadata` and nothing would be missing.
 
     Refused are: an unknown name, any wrong shape, a dtype other than the engine's, a part of a fused module without its
     siblings, a tensor that the engine ties to another, an engine on a quantised checkpoint. The model is not changed.
+
+    in_place: the weights are to be written where they are, without vLLM's reload. Then parts of a fused module may come
+    alone, and refused is any parameter that the engine keeps in another form, or of which it keeps another copy.
     """
     manifest = tuple(metadata)
-    if manifest in _accepted.get(model, ()):
+    if (in_place, manifest) in _accepted.get(model, ()):
         return
     _check_unquantised(vllm_config)
     names = [meta.name for meta in manifest]
@@ -45,12 +53,14 @@ def check_manifest(model: nn.Module, vllm_config, metadata: Sequence[ParamMeta])
             )
     whole = vllm_config.parallel_config.tensor_parallel_size == 1
     try:
-        _rehearse(model, [manifest], takes_whole_tensors=whole)
+        copies = _rehearse(model, [manifest], takes_whole_tensors=whole, takes_parts=in_place)
     except ValueError:
         # One call of load_weights for all is fast, but a model may read ahead in it, and then a copy is counted for the
         # wrong name: name by name decides, and says whose fault it is.
-        _rehearse(model, [(meta,) for meta in manifest], takes_whole_tensors=whole)
-    _accepted.setdefault(model, set()).add(manifest)
+        copies = _rehearse(model, [(meta,) for meta in manifest], takes_whole_tensors=whole, takes_parts=in_place)
+    if in_place:
+        _check_kept_as_loaded(model, copies)
+    _accepted.setdefault(model, set()).add((in_place, manifest))
 
 
 def _check_unquantised(vllm_config) -> None:
@@ -77,6 +87,7 @@ class _Copies:
     touched: set[tuple[nn.Module, str]] = field(default_factory=set)  # parameters that took of it
     by_layer: dict[nn.Module, int] = field(default_factory=dict)
     names: dict[nn.Module, list[str]] = field(default_factory=dict)  # checkpoint names, in order
+    by_part: dict[tuple[nn.Module, str], str] = field(default_factory=dict)  # parameter -> a checkpoint name
 
     def begin(self, meta: ParamMeta) -> None:
         self.meta, self.by_name = meta, 0
@@ -85,13 +96,16 @@ class _Copies:
     def add(self, layer: nn.Module, part: str, count: int) -> None:
         self.by_name += count
         self.touched.add((layer, part))
+        self.by_part[layer, part] = self.meta.name
         self.by_layer[layer] = self.by_layer.get(layer, 0) + count
         names = self.names.setdefault(layer, [])
         if self.meta.name not in names:
             names.append(self.meta.name)
 
 
-def _rehearse(model: nn.Module, calls: Sequence[Sequence[ParamMeta]], *, takes_whole_tensors: bool) -> None:
+def _rehearse(
+    model: nn.Module, calls: Sequence[Sequence[ParamMeta]], *, takes_whole_tensors: bool, takes_parts: bool
+) -> _Copies:
     """Load meta tensors by these calls of load_weights; raise ValueError for the first that goes wrong."""
     ties = _tied_parameters(model)
     copies = _Copies()
@@ -115,11 +129,43 @@ def _rehearse(model: nn.Module, calls: Sequence[Sequence[ParamMeta]], *, takes_w
                 ) from error
         prefixes = {module: prefix for prefix, module in model.named_modules()}
         for layer, loaded in copies.by_layer.items():
-            if loaded < layer_sizes[layer]:
+            if loaded < layer_sizes[layer] and not takes_parts:
                 raise ValueError(
                     f"{prefixes[layer]}: {', '.join(copies.names[layer])} fill only {loaded} of its {layer_sizes[layer]} "
                     "elements, the rest would be uninitialised memory; send all tensors of a fused module together"
                 )
+    return copies
+
+
+def _check_kept_as_loaded(model: nn.Module, copies: _Copies) -> None:
+    """Each parameter is what its checkpoint tensors are, and nothing was computed from it when it was loaded."""
+    sharers: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                sharers.setdefault(id(parameter), []).append(module)
+    prepared = {
+        inner for module in model.modules() if is_deferred_attention_layer(module) for inner in module.modules()
+    }
+    for (layer, part), name in copies.by_part.items():
+        live = layer._parameters.get(part)
+        recorded, _ = get_layerwise_info(layer).restore_metadata
+        as_loaded = recorded.get(part, live)
+        where = f"{name}: cannot be written in place, the engine"
+        if live is None or live.shape != as_loaded.shape or live.dtype != as_loaded.dtype:
+            raise ValueError(f"{where} keeps this weight in another form ({_KEEPS_WEIGHTS}); pass in_place=False")
+        for module in sharers[id(live)]:
+            if module in prepared:
+                raise ValueError(f"{where} prepares its attention from it when it loads; pass in_place=False")
+            method = getattr(module, "quant_method", None)
+            if method is not None and type(method) not in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
+                raise ValueError(f"{where} processes it after loading ({type(method).__name__}); pass in_place=False")
+            # On the CPU: a function with a closure computes from a packed copy.
+            if getattr(getattr(module, "cpu_linear", None), "__closure__", None):
+                raise ValueError(f"{where} computes from a packed copy ({_KEEPS_WEIGHTS}); pass in_place=False")
+
+
+_KEEPS_WEIGHTS = "vLLM on the CPU packs weights for oneDNN, unquantised models on CUDA keep theirs"
 
 
 def _check_copies(

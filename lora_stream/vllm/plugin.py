@@ -2,13 +2,18 @@
 
 
 def register() -> None:
-    """Register the `lora_stream` backend; safe to call again."""
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    """Register both sides of the `lora_stream` backend; safe to call again. A trainer that uses vLLM's trainer factory and
+    makes no engine calls it itself."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
     from vllm.platforms import current_platform
 
     # A second register_engine of one name raises, and vLLM would only log that.
     if "lora_stream" not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine("lora_stream", "lora_stream.vllm.worker", "LoraStreamEngine")
+    if "lora_stream" not in WeightTransferTrainerFactory._registry:
+        WeightTransferTrainerFactory.register_engine(
+            "lora_stream", "lora_stream.vllm.trainer", "LoraStreamTrainerEngine"
+        )
     if current_platform.is_cpu():
         import torch
 

@@ -1,10 +1,10 @@
 """The brackets around loading weights into a live vLLM model, and the way back out of them.
 
-    start ──► model.load_weights ──► finish        (vLLM's layerwise reload)
-      └──────── abort, on any error ◄──┘
+    initialize ──► model.load_weights ──► finalize        (vLLM's layerwise reload)
+        └──────────── abort, on any error ◄──┘
 
-Between start and finish the model's parameters are on the meta device: a forward pass there kills the engine, so every
-start must end in a finish or an abort.
+Between initialize and finalize the model's parameters are on the meta device: a forward pass there kills the engine, so load
+always ends in one or the other.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,19 +23,31 @@ from vllm.platforms import current_platform
 from lora_stream.plan import ParamMeta
 
 
-def start(model: nn.Module) -> None:
-    initialize_layerwise_reload(model)
+def load(
+    model: nn.Module,
+    model_config,
+    metadata: Sequence[ParamMeta],
+    weights: Iterator[tuple[str, torch.Tensor]],
+    *,
+    in_place: bool = False,
+) -> None:
+    """Load the weights, each checked against what was announced, in the brackets; in_place: where they are, without.
 
-
-def load(model: nn.Module, metadata: Sequence[ParamMeta], weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Feed the weights, each checked against what was announced."""
-    model.load_weights(_as_announced(metadata, weights))
-
-
-def finish(model: nn.Module, model_config) -> None:
-    finalize_layerwise_reload(model, model_config)
-    if current_platform.is_cpu():
-        _refresh_tied_heads(model)
+    Call it with vLLM's config set. After an error the modules that were complete by then hold new weights, and in place
+    any part of one may.
+    """
+    if in_place:
+        _feed(model, metadata, weights)
+        return
+    try:
+        initialize_layerwise_reload(model)
+        _feed(model, metadata, weights)
+        finalize_layerwise_reload(model, model_config)
+        if current_platform.is_cpu():
+            _refresh_tied_heads(model)
+    except BaseException:
+        abort(model)
+        raise
 
 
 def abort(model: nn.Module) -> None:
@@ -50,6 +62,13 @@ def abort(model: nn.Module) -> None:
     LOADING_LAYERS.clear()
 
 
+def _feed(model: nn.Module, metadata: Sequence[ParamMeta], weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    announced = _as_announced(metadata, weights)
+    model.load_weights(announced)
+    for name, _ in announced:
+        raise RuntimeError(f"the engine's loader stopped before {name}")
+
+
 def _as_announced(
     metadata: Sequence[ParamMeta], weights: Iterator[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -59,7 +78,9 @@ def _as_announced(
         got = ParamMeta(name, tensor.dtype, tuple(tensor.shape))
         if got != expected:
             raise ValueError(f"the stream yielded {got}, but {expected} was announced at this place")
-        yield name, tensor
+        holder = [tensor]
+        del tensor
+        yield name, holder.pop()  # held nowhere else: dropping it is the release
     if (missing := next(announced, None)) is not None:
         raise ValueError(f"the stream ended before {missing.name}, which was announced")
 

@@ -1,79 +1,167 @@
-"""The worker side of the `lora_stream` weight-transfer backend, driven by vLLM: start, update, finish."""
+"""The worker side of the `lora_stream` weight-transfer backend, driven by vLLM over RPC in every worker process.
 
+    init    attach to the sender's memory; answer into it: what is this engine, would it load this?
+    update  check ──► accept ──► read, load and finish; on any error: put back what can be, and say why
+
+The tensors and the answers go through shared memory, the calls carry plain JSON.
+"""
+
+import secrets
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 
-from lora_stream.plan import ParamMeta
-from lora_stream.vllm import reload, transport
+from lora_stream.ring import Receiver
+from lora_stream.vllm import reload, wire
 from lora_stream.vllm.manifest import check_manifest
+
+_MAX_MESSAGE = 3000  # bytes of an error's text that fit into an answer
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Nothing to agree on within one process."""
+    """Attach to `region`, unless that was done before, and answer.
+
+    manifest: see wire.py; asks whether an update of these tensors would be taken.
+    paused: the sender pauses the engine from now on (True), or has resumed it (False); None says nothing.
+    """
+
+    region: str
+    manifest: dict | None = None
+    in_place: bool = False
+    paused: bool | None = None
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """One update: plain JSON, the tensors themselves go through the transport."""
+    """One update: the messages of a generation, from number `first` on."""
 
-    ticket: str
-    names: list[str]
-    dtypes: list[str]  # "bfloat16", ...
-    shapes: list[list[int]]
-
-    @classmethod
-    def fields_of(cls, ticket: str, metadata: list[ParamMeta]) -> dict:
-        return {
-            "ticket": ticket,
-            "names": [meta.name for meta in metadata],
-            "dtypes": [str(meta.dtype).removeprefix("torch.") for meta in metadata],
-            "shapes": [list(meta.shape) for meta in metadata],
-        }
-
-    def metadata(self) -> list[ParamMeta]:
-        columns = zip(self.names, self.dtypes, self.shapes, strict=True)
-        return [ParamMeta(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in columns]
+    region: str
+    generation: int
+    first: int
+    deadline_s: float
+    manifest: dict
+    in_place: bool = False
 
 
 class LoraStreamEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
 
+    def __init__(self, config, vllm_config, device: torch.device, model: nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._receiver: Receiver | None = None
+        self._instance = secrets.token_hex(8)  # another one after a restart: the weights are those from disk again
+        self._num_updates = 0
+        self._unsure: set[str] = set()  # tensors that a failed update may have replaced in part
+        self._paused_by_sender = False
+
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        pass
+        if self._receiver is None or self._receiver.name != init_info.region:
+            self._receiver = None  # first, so that the memory of an old sender is not held beside the new one's
+            self._receiver = Receiver(init_info.region)
+            self._receiver.pin(self.device)
+        if init_info.paused is not None:
+            self._paused_by_sender = init_info.paused
+        try:
+            if init_info.manifest is not None:
+                self._check(wire.decode(init_info.manifest), init_info.in_place)
+        except ValueError as error:
+            self._receiver.post({"refused": _clip(str(error))})
+        else:
+            self._receiver.post(self._describe())
+
+    def _describe(self) -> dict:
+        mapping = getattr(self.model, "packed_modules_mapping", None) or {}
+        return {
+            "dtype": str(self.model_config.dtype).removeprefix("torch."),
+            "fused_modules": [list(parts) for parts in mapping.values()],
+            "fingerprint": [self._instance, fingerprint(self.model)],
+            "num_updates": self._num_updates,
+            "is_mixture": bool(self._unsure),
+            "is_paused_by_sender": self._paused_by_sender,
+        }
+
+    def _check(self, metadata, in_place: bool) -> None:
+        if _is_asleep():
+            raise ValueError(
+                'the engine sleeps, its weights are not in memory; call wake_up(tags=["weights"]) before a sync'
+            )
+        check_manifest(self.model, self.vllm_config, metadata, in_place=in_place)
 
     def start_weight_update(self) -> None:
-        # The check needs the model as it serves: so the reload itself begins with the first update, when it is known what
-        # will come.
-        self._loading = False
+        """Nothing: an update is whole, from check to finish, so that nobody who dies between two calls can leave the
+        model's parameters on the meta device, where a forward pass kills the engine."""
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        metadata = update_info.metadata()
-        weights = transport.take(update_info.ticket)
-        check_manifest(self.model, self.vllm_config, metadata)
+        receiver = self._receiver
+        if receiver is None or receiver.name != update_info.region:
+            raise ValueError(
+                "this worker is not attached to the sender's memory; call init_weight_transfer_engine first"
+            )
+        begin = time.perf_counter()
+        taken: list[str] = []
         try:
-            reload.start(self.model)
-            reload.load(self.model, metadata, weights)
-        except BaseException:
-            reload.abort(self.model)
+            metadata = wire.decode(update_info.manifest)
+            self._check(metadata, update_info.in_place)
+            receiver.accept(update_info.generation, update_info.first)
+            weights = _noting(receiver.tensors(metadata, deadline_s=update_info.deadline_s), taken)
+            reload.load(self.model, self.model_config, metadata, weights, in_place=update_info.in_place)
+        except BaseException as error:
+            self._unsure.update(taken)
+            text = _clip(f"{type(error).__name__}: {error}")
+            receiver.post(
+                {"failed": text} if taken or not isinstance(error, ValueError) else {"refused": _clip(str(error))}
+            )
+            receiver.abort(update_info.generation, text)
             raise
-        self._loading = True
+        self._num_updates += 1
+        self._unsure.difference_update(taken)
+        seconds = time.perf_counter() - begin
+        receiver.post({"seconds_waited": receiver.seconds_waited, "seconds": seconds})
 
     def finish_weight_update(self) -> None:
-        if not self._loading:
-            return
-        try:
-            reload.finish(self.model, self.model_config)
-        except BaseException:
-            reload.abort(self.model)
-            raise
+        """Nothing, see start_weight_update."""
 
     def shutdown(self) -> None:
-        pass
+        self._receiver = None
+
+
+def fingerprint(model: nn.Module) -> int:
+    """Of norms and biases, which are small: of the sums of their values' bit patterns."""
+    parameters = [p for p in model.parameters() if p.ndim == 1]
+    sums = [p.detach().float().view(torch.int32).sum(dtype=torch.int64) for p in parameters]
+    return hash(tuple(torch.stack(sums).tolist())) if sums else 0  # a hash of integers is the same in every process
+
+
+def _noting(weights: Iterator[tuple[str, torch.Tensor]], taken: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    holder: list[tuple[str, torch.Tensor]] = []
+    for item in weights:
+        taken.append(item[0])
+        holder.append(item)
+        del item
+        yield holder.pop()  # held nowhere else: dropping it is the release
+
+
+def _is_asleep() -> bool:
+    """Whether sleep mode has taken the weights from the device; the CPU keeps them."""
+    if not torch.cuda.is_available():
+        return False
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    allocator = CuMemAllocator.instance
+    return allocator is not None and any(
+        data.is_asleep for data in allocator.pointer_to_data.values() if data.tag == "weights"
+    )
+
+
+def _clip(text: str) -> str:
+    return text.encode()[:_MAX_MESSAGE].decode(errors="ignore")

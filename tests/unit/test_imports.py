@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).parents[2] / "lora_stream"
 # Down the flow: a module imports only from those before it. Names are modules or, for vllm, the package.
 ORDER = [
     "plan",
+    "packing",
     "eager",
     "ops",
     "reference",
@@ -20,6 +21,7 @@ ORDER = [
     "peft",
     "merged_weights",
     "report",
+    "ring",
     "vllm",
     "engines",
     "engine_state",
@@ -34,6 +36,8 @@ HOMES = {
     "peft": {"peft", "demo", "cli"},
     "transformers": {"demo", "cli"},
     "vllm": {"vllm", "demo"},
+    "httpx": {"vllm"},
+    "ray": {"vllm"},
     "rich": {"demo", "cli", "doctor"},
     "typer": {"cli"},
     "pybind11": set(),

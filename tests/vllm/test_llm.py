@@ -235,12 +235,3 @@ def test_a_model_of_another_size_is_refused_untouched(setup, model):
     with pytest.raises(ValueError, match=r"mlp\.gate_proj\.weight"):
         lora_stream.sync(other, setup.llm)
     assert logprobs(setup.llm) == old
-
-
-def test_an_engine_in_another_process_is_refused_with_what_to_set():
-    from types import SimpleNamespace
-
-    from lora_stream.vllm.llm import LLMEngine
-
-    with pytest.raises(ValueError, match="VLLM_ENABLE_V1_MULTIPROCESSING=0"):
-        LLMEngine(SimpleNamespace(llm_engine=SimpleNamespace()))

@@ -1,6 +1,5 @@
 """What the engine could not load is refused by name, before a weight moves. vllm layer."""
 
-import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -170,13 +169,3 @@ def test_registering_the_plugin_again_is_harmless():
     register()
     register()
     assert "lora_stream" in WeightTransferEngineFactory._registry
-
-
-def test_update_info_is_plain_json_and_comes_back_whole(metadata):
-    import json
-
-    from lora_stream.vllm.worker import UpdateInfo
-
-    fields = json.loads(json.dumps(UpdateInfo.fields_of("ticket", metadata)))
-    assert UpdateInfo(**fields).metadata() == metadata
-    assert dataclasses.is_dataclass(UpdateInfo)
