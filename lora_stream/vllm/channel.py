@@ -42,6 +42,7 @@ class Channel:
         self._num_slots, self.slot_bytes, self.deadline_s = num_slots, slot_bytes, deadline_s
         self._sender: Sender | None = None
         self._region = ""
+        self._is_open = False
 
     @property
     def sender(self) -> Sender:
@@ -76,6 +77,7 @@ class Channel:
         for answer in answers:
             if "refused" in answer:
                 raise RefusedError(answer["refused"])
+        self._is_open = any(answer["is_open"] for answer in answers)
         return answers
 
     def _connect(self, client: Client) -> None:
@@ -88,8 +90,8 @@ class Channel:
             sender.unlink()
         if not sender.receivers():
             raise TransferError(
-                "no worker of the engine attached to the staging; start the engine with "
-                'weight_transfer_config={"backend": "lora_stream"}'
+                "no worker of the engine attached to the staging (its log may say why): start the engine with "
+                'weight_transfer_config={"backend": "lora_stream"}, on this host, as this user and with the same /dev/shm'
             )
         self._sender, self._region = sender, region
 
@@ -108,10 +110,13 @@ class Channel:
         Raises RefusedError if a worker refuses the tensors, untouched; TransferError and whatever `weights` raises if the
         update broke off, PeerLostError if the engine does not answer any more.
         """
-        _start(client)
+        sender = self.sender
+        if self._is_open:  # a sender that died has left it so; finishing does nothing to the weights
+            client.finish_weight_update()
+        client.start_weight_update()
         call = _Call(client.update_weights)
-        self.sender.deadline_s = self.deadline_s
-        generation, first = self.sender.begin(call.raise_if_failed)
+        sender.deadline_s = self.deadline_s
+        generation, first = sender.begin(call.raise_if_failed)
         call.begin(
             {
                 "region": self._region,
@@ -123,42 +128,47 @@ class Channel:
             }
         )
         try:
-            self.sender.wait_accepted()
+            sender.wait_accepted()
             for _ in weights:
                 pass
-            self.sender.wait_for(call.wait, "to load what it has got")
+            sender.wait_for(call.wait, "to load what it has got")
             call.raise_if_failed()
+            self._check_loaded(generation)
         except BaseException as error:
-            self.sender.abort(f"{type(error).__name__}: {error}")
+            sender.abort(f"{type(error).__name__}: {error}")
+            cause = self._cause(error, generation)
             # Whatever comes next for this engine must not meet the call that is ending.
-            if not isinstance(error, PeerLostError):
-                call.wait(self.deadline_s)
-            raise self._cause(error) from error
+            if not isinstance(cause, PeerLostError) and call.wait(self.deadline_s):
+                if call.succeeded:  # an error out of the call has ended the update for vLLM
+                    client.finish_weight_update()
+                cause = self._cause(error, generation)
+            raise cause from error
         client.finish_weight_update(weight_version)
-        return [self.sender.mail(receiver) for receiver in self.sender.receivers()]
+        return [sender.mail(receiver) for receiver in sender.receivers()]
 
-    def _cause(self, error: BaseException) -> BaseException:
-        """What a worker said of its failure is nearer to the cause than how its call came back."""
+    def _check_loaded(self, generation: int) -> None:
+        for receiver in self.sender.receivers():
+            mail = self.sender.mail(receiver)
+            if mail.get("generation") != generation or "seconds" not in mail:
+                raise TransferError(f"{self.sender.who(receiver)} does not say that it has loaded the weights")
+
+    def _cause(self, error: BaseException, generation: int) -> BaseException:
+        """What a worker said of its failure, or its death, is nearer to the cause than how the sender met it."""
         if not isinstance(error, TransferError) or isinstance(error, PeerLostError):
             return error
+        if isinstance(error.__cause__, ConnectionError):
+            return PeerLostError(str(error))
         for receiver in self.sender.receivers():
             if not self.sender.lives(receiver):
                 return PeerLostError(f"{self.sender.who(receiver)} died in the update ({error})")
             mail = self.sender.mail(receiver)
+            if mail.get("generation") != generation:
+                continue
             if "refused" in mail:
                 return RefusedError(mail["refused"])
-            if "failed" in mail and "the sender gave up" not in mail["failed"]:
+            if "failed" in mail and "gave up" not in mail["failed"]:  # it is not the echo of another's failure
                 return TransferError(f"{self.sender.who(receiver)}: {mail['failed']}")
         return error
-
-
-def _start(client: Client) -> None:
-    try:
-        client.start_weight_update()
-    except Exception:
-        # A sender that died between start and finish has left it open; finishing it does nothing to the weights.
-        client.finish_weight_update()
-        client.start_weight_update()
 
 
 class _CallError(TransferError):
@@ -187,6 +197,10 @@ class _Call:
 
     def wait(self, seconds: float) -> bool:
         return self._done.wait(seconds)
+
+    @property
+    def succeeded(self) -> bool:
+        return self._done.is_set() and self._error is None
 
     def raise_if_failed(self) -> None:
         if self._done.is_set() and self._error is not None:

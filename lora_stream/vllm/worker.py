@@ -3,7 +3,9 @@
     init    attach to the sender's memory; answer into it: what is this engine, would it load this?
     update  check ──► accept ──► read, load and finish; on any error: put back what can be, and say why
 
-The tensors and the answers go through shared memory, the calls carry plain JSON.
+The tensors and the answers go through shared memory, the calls carry plain JSON. Failures are answers too: where an engine
+has several workers, an exception out of a call makes vLLM leave the other workers' replies unread, and take each of them for
+the reply to the next call from then on.
 """
 
 import secrets
@@ -18,10 +20,14 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.logger import init_logger
 
+from lora_stream.plan import ParamMeta
 from lora_stream.ring import Receiver
 from lora_stream.vllm import reload, wire
 from lora_stream.vllm.manifest import check_manifest
+
+logger = init_logger(__name__)
 
 _MAX_MESSAGE = 3000  # bytes of an error's text that fit into an answer
 
@@ -63,11 +69,15 @@ class LoraStreamEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._num_updates = 0
         self._unsure: set[str] = set()  # tensors that a failed update may have replaced in part
         self._paused_by_sender = False
+        self._is_open = False  # between start_weight_update and finish_weight_update
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         if self._receiver is None or self._receiver.name != init_info.region:
             self._receiver = None  # first, so that the memory of an old sender is not held beside the new one's
-            self._receiver = Receiver(init_info.region)
+            try:
+                self._receiver = Receiver(init_info.region)
+            except OSError as error:
+                return self._complain(error)
             self._receiver.pin(self.device)
         if init_info.paused is not None:
             self._paused_by_sender = init_info.paused
@@ -88,9 +98,10 @@ class LoraStreamEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             "num_updates": self._num_updates,
             "is_mixture": bool(self._unsure),
             "is_paused_by_sender": self._paused_by_sender,
+            "is_open": self._is_open,
         }
 
-    def _check(self, metadata, in_place: bool) -> None:
+    def _check(self, metadata: list[ParamMeta], in_place: bool) -> None:
         if _is_asleep():
             raise ValueError(
                 'the engine sleeps, its weights are not in memory; call wake_up(tags=["weights"]) before a sync'
@@ -98,38 +109,49 @@ class LoraStreamEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         check_manifest(self.model, self.vllm_config, metadata, in_place=in_place)
 
     def start_weight_update(self) -> None:
-        """Nothing: an update is whole, from check to finish, so that nobody who dies between two calls can leave the
+        """Only noted: an update is whole, from check to finish, so that nobody who dies between two calls can leave the
         model's parameters on the meta device, where a forward pass kills the engine."""
+        self._is_open = True
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         receiver = self._receiver
         if receiver is None or receiver.name != update_info.region:
-            raise ValueError(
-                "this worker is not attached to the sender's memory; call init_weight_transfer_engine first"
+            self._is_open = self.parallel_config.world_size > 1  # an exception ends the update for vLLM
+            return self._complain(
+                ValueError("this worker is not attached to the sender's memory; call init_weight_transfer_engine first")
             )
         begin = time.perf_counter()
+        generation = update_info.generation
         taken: list[str] = []
+        answer: dict = {"generation": generation}
         try:
             metadata = wire.decode(update_info.manifest)
             self._check(metadata, update_info.in_place)
-            receiver.accept(update_info.generation, update_info.first)
+            receiver.accept(generation, update_info.first)
             weights = _noting(receiver.tensors(metadata, deadline_s=update_info.deadline_s), taken)
             reload.load(self.model, self.model_config, metadata, weights, in_place=update_info.in_place)
-        except BaseException as error:
+        except Exception as error:
             self._unsure.update(taken)
-            text = _clip(f"{type(error).__name__}: {error}")
-            receiver.post(
-                {"failed": text} if taken or not isinstance(error, ValueError) else {"refused": _clip(str(error))}
-            )
-            receiver.abort(update_info.generation, text)
-            raise
-        self._num_updates += 1
-        self._unsure.difference_update(taken)
-        seconds = time.perf_counter() - begin
-        receiver.post({"seconds_waited": receiver.seconds_waited, "seconds": seconds})
+            refused = isinstance(error, ValueError) and not taken
+            text = _clip(str(error) if refused else f"{type(error).__name__}: {error}")
+            logger.error("weight update %d was %s: %s", generation, "refused" if refused else "broken off", text)
+            receiver.post(answer | {"refused" if refused else "failed": text})
+            receiver.abort(generation, text)
+        else:
+            self._num_updates += 1
+            self._unsure.difference_update(taken)
+            seconds = time.perf_counter() - begin
+            receiver.post(answer | {"seconds_waited": receiver.seconds_waited, "seconds": seconds})
 
     def finish_weight_update(self) -> None:
-        """Nothing, see start_weight_update."""
+        """Only noted, see start_weight_update."""
+        self._is_open = False
+
+    def _complain(self, error: Exception) -> None:
+        """Of what cannot be answered, since the sender's memory is not there."""
+        if self.parallel_config.world_size == 1:
+            raise error
+        logger.error("%s", error)
 
     def shutdown(self) -> None:
         self._receiver = None

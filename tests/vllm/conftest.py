@@ -3,7 +3,7 @@
 import pytest
 
 # By name, so that this file imports no vLLM: without it the tests are skipped, each file with the reason.
-SETUPS = ["bfloat16, tied, through the backend", "float32, untied, biases, through load_weights"]
+SETUPS = ["bfloat16, tied", "float32, untied, biases"]
 
 
 @pytest.fixture(scope="session", params=SETUPS)

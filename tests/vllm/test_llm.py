@@ -1,21 +1,17 @@
 """`sync` into a live vllm.LLM, against engines that loaded the merged checkpoint from disk. vllm layer."""
 
 import json
-import shutil
-import subprocess
-import sys
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed; `make test` installs it where it can be had")
 
 import torch
-from safetensors.torch import save_file
 from vllm import SamplingParams
 
 import lora_stream
 from tests.models import assert_same_state, fill, state, with_lora
-from tests.vllm.live import PROMPTS, logprobs
+from tests.vllm.live import PROMPTS, logprobs, logprobs_in_a_process, save_merged
 
 pytestmark = pytest.mark.vllm
 
@@ -26,20 +22,9 @@ def model(setup):
 
 
 def logprobs_from_disk(setup, model, tmp_path):
-    """Of an engine in a process of its own that loads a checkpoint made of the same merged tensors. Only one engine at a
-    time can live in a process: shutting one down takes vLLM's process groups with it."""
-    shutil.copytree(setup.directory, tmp_path / "merged")
+    """Of an engine that loads a checkpoint made of the same merged tensors."""
     merged = dict(lora_stream.stream(model, wire_dtype=setup.dtype))
-    save_file(merged, tmp_path / "merged" / "model.safetensors", metadata={"format": "pt"})
-    code = (
-        "import json, sys, tests.conftest; from tests.vllm.live import logprobs, make_llm;"
-        "print('LOGPROBS' + json.dumps(logprobs(make_llm(sys.argv[1], sys.argv[2]))))"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path / "merged"), str(setup.dtype).removeprefix("torch.")]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert run.returncode == 0, run.stderr[-3000:]
-    (line,) = [line for line in run.stdout.splitlines() if line.startswith("LOGPROBS")]
-    return json.loads(line.removeprefix("LOGPROBS"))
+    return logprobs_in_a_process(save_merged(setup.directory, merged, tmp_path / "merged"), setup.dtype)
 
 
 def as_json(found):
