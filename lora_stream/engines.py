@@ -62,8 +62,6 @@ def engine_of(
         if is_in_this_process(engine):
             return LLMEngine(engine, in_place=in_place)
         client = LLMClient(engine)
-    elif isinstance(engine, str):
-        client = ServerClient(engine)
     elif isinstance(engine, ServerClient | RayClient):
         client = engine
     elif type(engine).__module__.split(".")[0] == "ray":
@@ -85,9 +83,18 @@ def engine_of(
 
 _CALLS = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
 
-# Shared memory stays between syncs, for as long as the engine's object does; a server is known by its URL.
+# Shared memory stays between syncs, for as long as the engine's object does.
 _channels: "weakref.WeakKeyDictionary[object, Channel]" = weakref.WeakKeyDictionary()
-_channels_by_url: dict[str, Channel] = {}
+_servers: dict[str, ServerClient] = {}
+
+
+def by_url(engine: object) -> object:
+    """The engine; for the URL of a server the client that stands for it from now on."""
+    if not isinstance(engine, str):
+        return engine
+    if engine not in _servers:
+        _servers[engine] = ServerClient(engine)
+    return _servers[engine]
 
 
 def _channel_to(engine: object, deadline_s: float, staging_bytes: int) -> Channel:
@@ -96,10 +103,9 @@ def _channel_to(engine: object, deadline_s: float, staging_bytes: int) -> Channe
         raise ValueError(f"staging_bytes must be at least {NUM_SLOTS * ALIGNMENT}, got {staging_bytes}")
     if deadline_s <= 0:
         raise ValueError(f"deadline_s must be positive, got {deadline_s}")
-    channels = _channels_by_url if isinstance(engine, str) else _channels
-    channel = channels.get(engine)  # type: ignore[arg-type]
+    channel = _channels.get(engine)
     if channel is None or channel.slot_bytes != slot_bytes:
-        channel = channels[engine] = Channel(num_slots=NUM_SLOTS, slot_bytes=slot_bytes)  # type: ignore[index]
+        channel = _channels[engine] = Channel(num_slots=NUM_SLOTS, slot_bytes=slot_bytes)
     channel.deadline_s = deadline_s
     return channel
 

@@ -127,13 +127,14 @@ def build_plan(
     *,
     wire_dtype: torch.dtype | None = torch.bfloat16,
     scope: Scope = "all",
-    fused_modules: Sequence[Sequence[str]] = FUSED_MODULES,
+    fused_modules: Sequence[Sequence[str]] | None = FUSED_MODULES,
     planning_only: bool = False,
 ) -> Plan:
     """Decide what is sent and in which order.
 
     wire_dtype: dtype of floating-point tensors on the wire; None keeps each as it is. Integer buffers keep theirs.
     scope: "all", or "trained": merged targets and what else may have changed, with everything that vLLM stacks with it.
+    fused_modules: what is stacked; None for a consumer that takes each tensor by itself.
     planning_only: accept tensors without values (meta device); such a plan can be read, not streamed.
 
     Raises ValueError, naming the tensor and what to do: nothing to merge on a model with adapters, two tensors of one
@@ -226,8 +227,11 @@ def _check_record(record: Record, planning_only: bool) -> None:
                 raise ValueError(f"{where} is on {tensor.device}, its base weight on {base.device}; move one of them")
 
 
-def fused_unit(name: str, fused_modules: Sequence[Sequence[str]]) -> str:
-    """What vLLM loads as one unit with `name`: its module, the stack of its module, or all experts of a layer."""
+def fused_unit(name: str, fused_modules: Sequence[Sequence[str]] | None) -> str:
+    """What vLLM loads as one unit with `name`: its module, the stack of its module, or all experts of a layer. With None
+    each tensor is a unit."""
+    if fused_modules is None:
+        return name
     module = name.rpartition(".")[0]
     segments = module.split(".")
     if "experts" in segments:

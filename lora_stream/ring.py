@@ -60,7 +60,7 @@ class Sender:
         self.deadline_s = deadline_s
         self.slot_bytes = slot_bytes
         self._slots = torch.frombuffer(self._ring, dtype=torch.uint8).view(num_slots, slot_bytes)
-        self._watch: Callable[[], None] = lambda: None
+        self._watch: Callable[[], None] = _nothing
         self._generation = 0
         self.num_bytes: int = self._ring.num_bytes
         self.seconds_waited = 0.0  # for free slots, in this update
@@ -94,6 +94,10 @@ class Sender:
         self._generation = self._ring.begin_generation()
         self.seconds_waited = 0.0
         return self._generation, self._ring.num_published
+
+    def end(self) -> None:
+        """The update is over, however it went. The ring outlives it, what watched over it need not."""
+        self._watch = _nothing
 
     def abort(self, reason: str) -> None:
         """Give the update up; receivers that wait are told."""
@@ -281,6 +285,10 @@ def _view(memory: torch.Tensor, meta: ParamMeta, piece: Piece) -> torch.Tensor:
         return flat.view(meta.shape)
     row = numel // meta.shape[0]
     return flat.view(-1, *meta.shape[1:]) if piece.begin % row == 0 and piece.end % row == 0 else flat
+
+
+def _nothing() -> None:
+    pass
 
 
 def _text(reason: bytes) -> str:

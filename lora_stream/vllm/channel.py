@@ -116,7 +116,7 @@ class Channel:
         client.start_weight_update()
         call = _Call(client.update_weights)
         sender.deadline_s = self.deadline_s
-        generation, first = sender.begin(call.raise_if_failed)
+        generation, first = sender.begin(call.raise_if_over)
         call.begin(
             {
                 "region": self._region,
@@ -143,6 +143,8 @@ class Channel:
                     client.finish_weight_update()
                 cause = self._cause(error, generation)
             raise cause from error
+        finally:
+            sender.end()
         client.finish_weight_update(weight_version)
         return [sender.mail(receiver) for receiver in sender.receivers()]
 
@@ -205,3 +207,8 @@ class _Call:
     def raise_if_failed(self) -> None:
         if self._done.is_set() and self._error is not None:
             raise _CallError(f"the engine's update call failed: {self._error}") from self._error
+
+    def raise_if_over(self) -> None:
+        self.raise_if_failed()
+        if self._done.is_set():
+            raise _CallError("the engine's update call came back before it had taken everything")

@@ -18,8 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import lora_stream
-from lora_stream.engine_state import _states_by_url
-from lora_stream.engines import _channels_by_url
+from lora_stream.engines import _servers
 from tests.models import fill, with_lora
 from tests.vllm import live
 
@@ -54,8 +53,7 @@ def regions():
 
 def as_new_process(url):
     """Forget what this process knows of the engine."""
-    _states_by_url.pop(url, None)
-    _channels_by_url.pop(url, None)
+    _servers.pop(url, None)
 
 
 def test_synced_server_computes_bitwise_what_an_engine_from_disk_does(server, base, model, tmp_path):
