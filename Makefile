@@ -65,6 +65,7 @@ lint: $(VENV)/installed
 
 bench: $(VENV)/built
 	$(BIN)/python benchmarks/bench_merge.py
+	$(BIN)/python benchmarks/bench_sync.py
 
 clean:
 	rm -rf build $(VENV) lora_stream/*.so

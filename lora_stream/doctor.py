@@ -6,9 +6,8 @@ import shutil
 from dataclasses import asdict, dataclass
 from importlib import metadata
 
+from lora_stream.engines import STAGING_BYTES
 from lora_stream.report import format_bytes
-
-_MIB = 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -103,12 +102,6 @@ def _vllm() -> list[Finding]:
         findings.append(Finding("vLLM plugin", f"kept out by VLLM_PLUGINS={allowed}", ok=False, advice=advice))
     else:
         findings.append(Finding("vLLM plugin", "registers the backend lora_stream"))
-    in_process = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0"
-    advice = (
-        "" if in_process else "set VLLM_ENABLE_V1_MULTIPROCESSING=0 before vLLM is imported: sync needs the engine here"
-    )
-    found_where = "in this process" if in_process else "in another process"
-    findings.append(Finding("vLLM engine core", found_where, ok=in_process, advice=advice))
     return findings
 
 
@@ -116,17 +109,19 @@ def _locked_memory() -> Finding:
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit == resource.RLIM_INFINITY:
         return Finding("locked memory", "no limit")
-    enough = limit >= 64 * _MIB
-    advice = "" if enough else "pinned staging between processes will want more: raise `ulimit -l`"
+    enough = limit >= STAGING_BYTES
+    advice = "" if enough else "staging for engines in other processes may be swapped out: raise `ulimit -l`"
     return Finding("locked memory", f"limit {format_bytes(limit)}", ok=enough, advice=advice)
 
 
 def _shared_memory() -> Finding:
     if not os.path.isdir("/dev/shm"):
-        return Finding(
-            "/dev/shm", "not there", ok=False, advice="staging between processes will need it: mount a tmpfs"
-        )
+        return Finding("/dev/shm", "not there", ok=False, advice="engines in other processes need it: mount a tmpfs")
     free = shutil.disk_usage("/dev/shm").free
-    enough = free >= 256 * _MIB
-    advice = "" if enough else "staging between processes will want 256 MiB: enlarge it (containers: --shm-size)"
+    enough = free >= STAGING_BYTES
+    advice = (
+        f"staging for engines in other processes wants {format_bytes(STAGING_BYTES)}: enlarge it (containers: "
+        "--shm-size or --ipc=host), or pass staging_bytes to sync"
+    )
+    advice = "" if enough else advice
     return Finding("/dev/shm", f"{format_bytes(free)} free", ok=enough, advice=advice)

@@ -118,6 +118,8 @@ class Sender:
 
     def batches(self, plan: Plan) -> Iterator[list[Part]]:
         """The plan's parts in slots; asking for the next batch publishes the last one."""
+        for device in {task.base.device for task in plan.tasks}:
+            self.pin(device)
         for message, outs in self._slots_for(plan.metadata()):
             yield [
                 Part(plan.tasks[piece.index], piece.begin, piece.end, out)

@@ -559,6 +559,12 @@ def test_a_ring_gives_everything_back():
     assert usage() == before
 
 
+def plan_on(device):
+    """A plan of nothing to do on a device."""
+    base = SimpleNamespace(device=torch.device(device))
+    return SimpleNamespace(tasks=[SimpleNamespace(base=base)], metadata=list)
+
+
 def test_pinned_memory_is_registered_once_and_unregistered_before_it_goes(monkeypatch):
     calls = []
     cudart = SimpleNamespace(
@@ -568,14 +574,14 @@ def test_pinned_memory_is_registered_once_and_unregistered_before_it_goes(monkey
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
     sender, (receiver,) = connect()
-    for side in (sender, receiver):
-        side.pin(torch.device("cpu"))
+    receiver.pin(torch.device("cpu"))
+    list(sender.batches(plan_on("cpu")))
     assert calls == []
-    for side in (sender, receiver):
-        side.pin(torch.device("cuda"))
-        side.pin(torch.device("cuda"))
+    for _ in range(2):
+        list(sender.batches(plan_on("cuda:1")))
+        receiver.pin(torch.device("cuda"))
     own, others = sender._ring.address, receiver._ring.address
     assert calls == [("register", own, sender.num_bytes), ("register", others, sender.num_bytes)]
-    del sender, receiver, side
+    del sender, receiver
     gc.collect()
     assert sorted(calls[2:]) == sorted([("unregister", own), ("unregister", others)])

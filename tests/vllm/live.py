@@ -153,6 +153,9 @@ class Server:
         return [(choice["token_ids"], choice["logprobs"]) for choice in map(self.generate, PROMPTS)]
 
     def stop(self) -> None:
+        self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(20)
         for pid in [*self.pids, *(pid for pid, _ in descendants(self.process.pid))]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
