@@ -7,17 +7,20 @@ if TYPE_CHECKING:
     from lora_stream.merged_weights import MergedWeights, Stream, stream
     from lora_stream.plan import ParamMeta, Plan
     from lora_stream.report import SyncReport
+    from lora_stream.ring import PeerLostError, TransferError
     from lora_stream.vllm.clients import RayClient, ServerClient
 
 _HOMES = {
     "MergedWeights": "merged_weights",
     "ParamMeta": "plan",
+    "PeerLostError": "ring",
     "Plan": "plan",
     "RayClient": "vllm.clients",
     "ServerClient": "vllm.clients",
     "Stream": "merged_weights",
     "SyncError": "engine_sync",
     "SyncReport": "report",
+    "TransferError": "ring",
     "UnmovedError": "engine_sync",
     "stream": "merged_weights",
     "sync": "engine_sync",
@@ -25,12 +28,14 @@ _HOMES = {
 __all__ = [
     "MergedWeights",
     "ParamMeta",
+    "PeerLostError",
     "Plan",
     "RayClient",
     "ServerClient",
     "Stream",
     "SyncError",
     "SyncReport",
+    "TransferError",
     "UnmovedError",
     "stream",
     "sync",

@@ -315,6 +315,7 @@ def _pin(owner: object, ring: "_C.Ring", device: torch.device) -> None:
     if device.type != "cuda" or getattr(owner, "_pinned", False):
         return
     cudart = torch.cuda.cudart()
-    torch.cuda.check_error(int(cudart.cudaHostRegister(ring.address, ring.num_bytes, 0)))
+    portable = 1  # pinned for every device
+    torch.cuda.check_error(int(cudart.cudaHostRegister(ring.address, ring.num_bytes, portable)))
     owner._pinned = True  # type: ignore[attr-defined]
     weakref.finalize(owner, lambda ring: cudart.cudaHostUnregister(ring.address), ring)

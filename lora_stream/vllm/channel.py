@@ -8,6 +8,7 @@ Imports no vLLM: the process of a trainer need not have it.
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from typing import Protocol
 
 from lora_stream.plan import ParamMeta
@@ -42,6 +43,7 @@ class Channel:
         self._num_slots, self.slot_bytes, self.deadline_s = num_slots, slot_bytes, deadline_s
         self._sender: Sender | None = None
         self._region = ""
+        self._num_questions = 0
         self._is_open = False
 
     @property
@@ -60,8 +62,7 @@ class Channel:
                 return self._ask(client)
             except Exception:
                 pass  # the engine was restarted and knows nothing of the ring: make a new one
-        self._connect(client)
-        return self._ask(client)
+        return self._connect(client)
 
     def check(self, client: Client, metadata: Sequence[ParamMeta], *, in_place: bool) -> None:
         """Raise RefusedError unless every worker would load exactly these tensors."""
@@ -71,29 +72,32 @@ class Channel:
         """So that the next sender knows whose pause it finds, should this one die in it."""
         self._ask(client, paused=paused)
 
+    def _connect(self, client: Client) -> list[dict]:
+        self._sender = None  # its memory goes first
+        self._sender = Sender(num_slots=self._num_slots, slot_bytes=self.slot_bytes, deadline_s=self.deadline_s)
+        self._region = self._sender.link()
+        try:
+            workers = self._ask(client)
+            _check_all_attached(workers, getattr(client, "num_engines", None))
+        except BaseException:
+            self._sender = None
+            raise
+        finally:
+            if self._sender is not None:
+                self._sender.unlink()
+        return workers
+
     def _ask(self, client: Client, **question) -> list[dict]:
-        client.init_weight_transfer_engine({"region": self._region, **question})
+        self._num_questions += 1
+        client.init_weight_transfer_engine({"region": self._region, "question": self._num_questions, **question})
         answers = [self.sender.mail(receiver) for receiver in self.sender.receivers()]
-        for answer in answers:
+        for receiver, answer in enumerate(answers):
+            if answer.get("question") != self._num_questions:
+                raise TransferError(f"{self.sender.who(receiver)} has not answered; its log may say why")
             if "refused" in answer:
                 raise RefusedError(answer["refused"])
         self._is_open = any(answer["is_open"] for answer in answers)
         return answers
-
-    def _connect(self, client: Client) -> None:
-        self._sender = None
-        sender = Sender(num_slots=self._num_slots, slot_bytes=self.slot_bytes, deadline_s=self.deadline_s)
-        region = sender.link()
-        try:
-            client.init_weight_transfer_engine({"region": region})
-        finally:
-            sender.unlink()
-        if not sender.receivers():
-            raise TransferError(
-                "no worker of the engine attached to the staging (its log may say why): start the engine with "
-                'weight_transfer_config={"backend": "lora_stream"}, on this host, as this user and with the same /dev/shm'
-            )
-        self._sender, self._region = sender, region
 
     def update(
         self,
@@ -136,13 +140,16 @@ class Channel:
             self._check_loaded(generation)
         except BaseException as error:
             sender.abort(f"{type(error).__name__}: {error}")
-            cause = self._cause(error, generation)
-            # Whatever comes next for this engine must not meet the call that is ending.
-            if not isinstance(cause, PeerLostError) and call.wait(self.deadline_s):
-                if call.succeeded:  # an error out of the call has ended the update for vLLM
-                    client.finish_weight_update()
-                cause = self._cause(error, generation)
-            raise cause from error
+            self._raise_if_lost(error)
+            # Whatever comes next for this engine must not meet the call that is ending; and its workers have answered then.
+            if not call.wait(self.deadline_s):
+                raise PeerLostError(
+                    f"the engine's update call did not come back within {self.deadline_s:g} s of {error}"
+                ) from error
+            if call.succeeded:  # an error out of the call has ended the update for vLLM
+                client.finish_weight_update()
+            self._raise_cause(error, generation)
+            raise
         finally:
             sender.end()
         client.finish_weight_update(weight_version)
@@ -154,23 +161,40 @@ class Channel:
             if mail.get("generation") != generation or "seconds" not in mail:
                 raise TransferError(f"{self.sender.who(receiver)} does not say that it has loaded the weights")
 
-    def _cause(self, error: BaseException, generation: int) -> BaseException:
-        """What a worker said of its failure, or its death, is nearer to the cause than how the sender met it."""
-        if not isinstance(error, TransferError) or isinstance(error, PeerLostError):
-            return error
-        if isinstance(error.__cause__, ConnectionError):
-            return PeerLostError(str(error))
+    def _raise_if_lost(self, error: BaseException) -> None:
+        if isinstance(error, PeerLostError):
+            raise error
+        if isinstance(error, TransferError):
+            if isinstance(error.__cause__, ConnectionError):
+                raise PeerLostError(str(error)) from error
+            for receiver in self.sender.receivers():
+                if not self.sender.lives(receiver):
+                    raise PeerLostError(f"{self.sender.who(receiver)} died in the update ({error})") from error
+
+    def _raise_cause(self, error: BaseException, generation: int) -> None:
+        """What a worker said of its failure is nearer to the cause than how the sender met it."""
+        if not isinstance(error, TransferError):
+            return
         for receiver in self.sender.receivers():
-            if not self.sender.lives(receiver):
-                return PeerLostError(f"{self.sender.who(receiver)} died in the update ({error})")
             mail = self.sender.mail(receiver)
             if mail.get("generation") != generation:
                 continue
             if "refused" in mail:
-                return RefusedError(mail["refused"])
+                raise RefusedError(mail["refused"]) from error
             if "failed" in mail and "gave up" not in mail["failed"]:  # it is not the echo of another's failure
-                return TransferError(f"{self.sender.who(receiver)}: {mail['failed']}")
-        return error
+                raise TransferError(f"{self.sender.who(receiver)}: {mail['failed']}") from error
+
+
+def _check_all_attached(workers: Sequence[dict], num_engines: int | None) -> None:
+    """Each of an engine's workers must have attached: one that has not would keep its part of the old policy."""
+    found = sum(Fraction(1, worker["num_workers"]) for worker in workers)
+    if not workers or found.denominator != 1 or (num_engines is not None and found != num_engines):
+        sizes = sorted({worker["num_workers"] for worker in workers})
+        raise TransferError(
+            f"{len(workers)} workers attached to the staging, of {num_engines or 'some'} engines with {sizes} workers each; the "
+            "log of the others may say why. All must run on this host, as this user, with the same /dev/shm, and with "
+            'weight_transfer_config={"backend": "lora_stream"}'
+        )
 
 
 class _CallError(TransferError):

@@ -15,7 +15,10 @@ from lora_stream.vllm.channel import Client
 
 
 class EngineClient(Client, Protocol):
-    """The four calls, and what must be done around an update: one that meets a running request kills the engine."""
+    """The four calls, and what must be done around an update: one that meets a running request kills the engine.
+
+    num_engines: where it has this attribute, how many engines its calls reach.
+    """
 
     def is_still(self) -> bool:
         """Whether the engine computes nothing by itself now, because somebody paused it, or it sleeps, or it never does.
@@ -33,6 +36,8 @@ class EngineClient(Client, Protocol):
 
 class LLMClient:
     """A vllm.LLM: it computes only while it is called, so it needs no pause, but it must be idle."""
+
+    num_engines = 1
 
     def __init__(self, llm) -> None:
         self._llm = llm
@@ -71,6 +76,8 @@ class ServerClient:
     the sender tells the server, the name of its shared memory above all, goes to this address alone: no proxy is used,
     no redirect is followed.
     """
+
+    num_engines = 1
 
     def __init__(self, url: str, *, timeout_s: float = 60.0, api_key: str | None = None) -> None:
         """url: "http://127.0.0.1:8000". timeout_s: for each answer, in seconds; loading weights may take longer."""
@@ -147,6 +154,7 @@ class RayClient:
 
     def __init__(self, handles: list) -> None:
         self._handles = handles
+        self.num_engines = len(handles)
 
     def _call(self, method: str, *args, **kwargs) -> list:
         import ray

@@ -34,13 +34,15 @@ _MAX_MESSAGE = 3000  # bytes of an error's text that fit into an answer
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Attach to `region`, unless that was done before, and answer.
+    """Attach to `region`, unless that was done before, and answer the question.
 
     manifest: see wire.py; asks whether an update of these tensors would be taken.
-    paused: the sender pauses the engine from now on (True), or has resumed it (False); None says nothing.
+    paused: the sender pauses the engine from now on (True), or has resumed it (False).
+    Without either the question is what this engine is.
     """
 
     region: str
+    question: int  # its number, for the answer
     manifest: dict | None = None
     in_place: bool = False
     paused: bool | None = None
@@ -76,18 +78,21 @@ class LoraStreamEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._receiver = None  # first, so that the memory of an old sender is not held beside the new one's
             try:
                 self._receiver = Receiver(init_info.region)
-            except OSError as error:
-                return self._complain(error)
+            except (OSError, ValueError) as error:
+                self._complain(error)
+                return
             self._receiver.pin(self.device)
+        answer: dict = {"question": init_info.question, "is_open": self._is_open}
         if init_info.paused is not None:
             self._paused_by_sender = init_info.paused
-        try:
-            if init_info.manifest is not None:
+        elif init_info.manifest is not None:
+            try:
                 self._check(wire.decode(init_info.manifest), init_info.in_place)
-        except ValueError as error:
-            self._receiver.post({"refused": _clip(str(error))})
+            except ValueError as error:
+                answer["refused"] = _clip(str(error))
         else:
-            self._receiver.post(self._describe())
+            answer |= self._describe()
+        self._receiver.post(answer)
 
     def _describe(self) -> dict:
         mapping = getattr(self.model, "packed_modules_mapping", None) or {}
@@ -98,7 +103,7 @@ class LoraStreamEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             "num_updates": self._num_updates,
             "is_mixture": bool(self._unsure),
             "is_paused_by_sender": self._paused_by_sender,
-            "is_open": self._is_open,
+            "num_workers": self.parallel_config.world_size_across_dp,
         }
 
     def _check(self, metadata: list[ParamMeta], in_place: bool) -> None:
@@ -117,9 +122,10 @@ class LoraStreamEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         receiver = self._receiver
         if receiver is None or receiver.name != update_info.region:
             self._is_open = self.parallel_config.world_size > 1  # an exception ends the update for vLLM
-            return self._complain(
+            self._complain(
                 ValueError("this worker is not attached to the sender's memory; call init_weight_transfer_engine first")
             )
+            return
         begin = time.perf_counter()
         generation = update_info.generation
         taken: list[str] = []

@@ -24,24 +24,28 @@ class Worker:
         self.is_mixture = False
         self.instance = instance
 
-    def init(self, region, manifest=None, in_place=False, paused=None, refuse=None):
+    def init(self, num_workers, region, question, manifest=None, in_place=False, paused=None, refuse=None):
         if self.receiver is None or self.receiver.name != region:
-            self.receiver = Receiver(region)
+            try:
+                self.receiver = Receiver(region)
+            except OSError:
+                return  # as a worker among several
+        answer = {"question": question, "is_open": False}
         if paused is not None:
             self.paused = paused
-        if manifest is not None and refuse is not None:
-            return self.receiver.post({"refused": refuse})
-        return self.receiver.post(
-            {
+        elif manifest is not None:
+            answer |= {"refused": refuse} if refuse is not None else {}
+        else:
+            answer |= {
                 "dtype": "bfloat16",
                 "fused_modules": [["q_proj", "k_proj", "v_proj"]],
                 "fingerprint": self.instance,
                 "num_updates": self.num_updates,
                 "is_mixture": self.is_mixture,
                 "is_paused_by_sender": self.paused,
-                "is_open": False,
+                "num_workers": num_workers,
             }
-        )
+        self.receiver.post(answer)
 
     def update(self, info, fail_at):
         answer = {"generation": info["generation"]}
@@ -67,6 +71,7 @@ class Engine:
     def __init__(self, num_workers=1):
         self.calls = []
         self.workers = [Worker(["engine", i]) for i in range(num_workers)]
+        self.num_workers = num_workers
         self.is_still = False
         self.hang = None  # "before accepting" or "after loading"
         self.fail_at = None
@@ -84,7 +89,7 @@ class Engine:
         kind = "check" if "manifest" in init_info else "tell" if init_info.get("paused") is not None else "describe"
         self._call(f"{kind} {init_info['paused']}" if kind == "tell" else kind)
         for worker in self.workers:
-            worker.init(**init_info, refuse=self.refuse)
+            worker.init(self.num_workers, **init_info, refuse=self.refuse)
 
     def start_weight_update(self):
         self._call("start")
@@ -141,7 +146,7 @@ def test_all_workers_get_the_policy_and_the_calls_come_in_order(model):
     engine = Engine(num_workers=3)
     first = sync(model, engine)
     assert engine.calls == [
-        *("describe", "describe", "check", "tell True", "pause", "start", "update", "finish 1", "reset", "resume"),
+        *("describe", "check", "tell True", "pause", "start", "update", "finish 1", "reset", "resume"),
         *("tell False", "describe"),
     ]
     for worker in engine.workers:
@@ -191,6 +196,29 @@ def test_an_engine_that_was_restarted_gets_a_new_ring_and_everything(model):
     fill(model)
     assert sync(model, engine).scope == "all"
     assert_matches(engine.workers[0].weights, expected(model))
+
+
+@pytest.mark.parametrize("attach", [0, 1, 2])
+def test_an_engine_of_which_not_all_workers_attach_is_refused(model, attach):
+    """Each would keep its part of the old policy, and nobody would know."""
+    engine = Engine(num_workers=3)
+    engine.workers = engine.workers[:attach]
+    with pytest.raises(
+        lora_stream.TransferError, match=rf"^{attach} workers attached .* with \[{'3' * bool(attach)}\] workers"
+    ):
+        sync(model, engine)
+    assert set(engine.calls) == {"describe"}
+    engine.workers = [Worker(["engine", i]) for i in range(3)]
+    sync(model, engine)
+
+
+def test_a_client_that_says_how_many_engines_it_reaches_must_reach_them(model):
+    engine = Engine(num_workers=2)
+    engine.num_engines = 2
+    with pytest.raises(lora_stream.TransferError, match=r"^2 workers attached to the staging, of 2 engines with \[2\]"):
+        sync(model, engine)
+    engine.workers += [Worker(["other", i]) for i in range(2)]
+    sync(model, engine)
 
 
 def test_a_refusal_reaches_the_caller_by_name_before_anything_is_paused(model):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 import torch
+import vllm.envs
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from vllm import LLM, SamplingParams
@@ -31,6 +32,7 @@ PROMPTS = [list(range(1, 40)), list(range(500, 511))]
 
 
 def make_llm(directory: Path, dtype: str, **kwargs) -> LLM:
+    vllm.envs.disable_envs_cache()  # an engine that was started before in this process has fixed vLLM's settings
     kwargs = {"distributed_executor_backend": "uni", **kwargs}
     return LLM(
         str(directory),

@@ -268,7 +268,7 @@ def test_the_ring_is_given_back_with_the_engines_object(llm, model):
 
     lora_stream.sync(model, llm, full=True, allow_unmoved=True)
     assert engines._channels[llm].sender.num_bytes > 0
-    with pytest.raises(TransferError, match="no worker"):
+    with pytest.raises(TransferError, match="0 workers attached"):
         engines._channels[llm]._connect(_NoWorkers())
     lora_stream.sync(model, llm, full=True, allow_unmoved=True)
 

@@ -153,7 +153,7 @@ def test_what_the_server_says_of_an_error_is_shown(server):
     with pytest.raises(RuntimeError, match=r"/update_weights: 500: .*not attached to the sender's memory"):
         client.update_weights(update)
     with pytest.raises(RuntimeError, match=r"/init_weight_transfer_engine: 500: .*cannot open the sender's region"):
-        client.init_weight_transfer_engine({"region": "lora_stream-0-0"})
+        client.init_weight_transfer_engine({"region": "lora_stream-0-0", "question": 1})
 
 
 def test_a_hundred_syncs_grow_nothing(server, model):
