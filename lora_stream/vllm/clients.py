@@ -8,6 +8,7 @@
 Imports no vLLM: the process of a trainer need not have it.
 """
 
+import inspect
 import time
 from typing import Protocol
 
@@ -200,6 +201,11 @@ class CallsClient:
     """An object with vLLM's four calls and reset_prefix_cache(); is_paused(), pause() and resume() where it has them."""
 
     def __init__(self, client: Client) -> None:
+        if inspect.iscoroutinefunction(client.init_weight_transfer_engine):
+            raise ValueError(
+                f"the calls of {type(client).__name__} are coroutines, and a sync waits for them; pass a client that runs "
+                "them in the engine's event loop: asyncio.run_coroutine_threadsafe(coroutine, loop).result()"
+            )
         if not hasattr(client, "reset_prefix_cache"):
             raise ValueError(
                 f"{type(client).__name__} has no reset_prefix_cache(), so the engine would answer new policies from old "

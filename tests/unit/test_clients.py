@@ -280,6 +280,18 @@ def test_a_client_with_pause_is_paused_unless_it_says_that_it_is():
     assert calls == ["pause", "resume"]
 
 
+def test_a_client_of_coroutines_is_refused_with_what_to_do():
+    class AsyncEngine:
+        async def init_weight_transfer_engine(self, init_info): ...
+        async def start_weight_update(self): ...
+        async def update_weights(self, update_info): ...
+        async def finish_weight_update(self, weight_version=None): ...
+        async def reset_prefix_cache(self): ...
+
+    with pytest.raises(ValueError, match=r"AsyncEngine are coroutines.*run_coroutine_threadsafe"):
+        engine_of(AsyncEngine())
+
+
 def test_what_is_no_engine_is_refused_with_what_is():
     with pytest.raises(ValueError, match=r"the URL of a vLLM server.*got builtins\.object"):
         engine_of(object())
