@@ -78,7 +78,7 @@ class Channel:
         self._region = self._sender.link()
         try:
             workers = self._ask(client)
-            _check_all_attached(workers, getattr(client, "num_engines", None))
+            _check_all_attached(workers, client)
         except BaseException:
             self._sender = None
             raise
@@ -185,15 +185,19 @@ class Channel:
                 raise TransferError(f"{self.sender.who(receiver)}: {mail['failed']}") from error
 
 
-def _check_all_attached(workers: Sequence[dict], num_engines: int | None) -> None:
+def _check_all_attached(workers: Sequence[dict], client: Client) -> None:
     """Each of an engine's workers must have attached: one that has not would keep its part of the old policy."""
-    found = sum(Fraction(1, worker["num_workers"]) for worker in workers)
-    if not workers or found.denominator != 1 or (num_engines is not None and found != num_engines):
-        sizes = sorted({worker["num_workers"] for worker in workers})
+    if hasattr(client, "num_workers"):
+        expected = client.num_workers()
+        complete = len(workers) == expected
+    else:  # then at least no engine may be there in part
+        expected = "some"
+        num_engines = sum(Fraction(1, worker["num_workers"]) for worker in workers)
+        complete = num_engines.denominator == 1 and num_engines >= getattr(client, "num_engines", 1)
+    if not complete:
         raise TransferError(
-            f"{len(workers)} workers attached to the staging, of {num_engines or 'some'} engines with {sizes} workers each; the "
-            "log of the others may say why. All must run on this host, as this user, with the same /dev/shm, and with "
-            'weight_transfer_config={"backend": "lora_stream"}'
+            f"{len(workers)} of {expected} workers attached to the staging; the log of the others may say why. All must run on "
+            'this host, as this user, with the same /dev/shm, and with weight_transfer_config={"backend": "lora_stream"}'
         )
 
 

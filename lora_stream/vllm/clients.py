@@ -18,7 +18,7 @@ from lora_stream.vllm.channel import Client
 class EngineClient(Client, Protocol):
     """The four calls, and what must be done around an update: one that meets a running request kills the engine.
 
-    num_engines: where it has this attribute, how many engines its calls reach.
+    It may have a method num_workers(), how many workers its calls reach in all, or an attribute num_engines.
     """
 
     def is_still(self) -> bool:
@@ -38,10 +38,11 @@ class EngineClient(Client, Protocol):
 class LLMClient:
     """A vllm.LLM: it computes only while it is called, so it needs no pause, but it must be idle."""
 
-    num_engines = 1
-
     def __init__(self, llm) -> None:
         self._llm = llm
+
+    def num_workers(self) -> int:
+        return self._llm.llm_engine.vllm_config.parallel_config.world_size_across_dp
 
     def init_weight_transfer_engine(self, init_info: dict) -> None:
         self._llm.init_weight_transfer_engine({"init_info": init_info})
@@ -78,8 +79,6 @@ class ServerClient:
     no redirect is followed.
     """
 
-    num_engines = 1
-
     def __init__(self, url: str, *, timeout_s: float = 60.0, api_key: str | None = None) -> None:
         """url: "http://127.0.0.1:8000". timeout_s: for each answer, in seconds; loading weights may take longer."""
         try:
@@ -105,6 +104,9 @@ class ServerClient:
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._once("POST", "/finish_weight_update", json={"weight_version": weight_version})
+
+    def num_workers(self) -> int:
+        return self._again("GET", "/get_world_size")["world_size"]
 
     def is_still(self) -> bool:
         # A sleeping engine schedules nothing, and resuming it would: parts of it may still be asleep.

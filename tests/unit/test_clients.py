@@ -76,6 +76,7 @@ def test_each_call_goes_to_its_route_with_vllms_body(server):
     server.routes["/reset_prefix_cache"] = [(200, {"success": False})]
     server.routes["/is_sleeping"] = [(200, {"is_sleeping": False})]
     server.routes["/is_paused"] = [(200, {"is_paused": True})]
+    server.routes["/get_world_size"] = [(200, {"world_size": 4})]
     client = ServerClient(server.url + "/")
     client.init_weight_transfer_engine({"region": "r"})
     client.start_weight_update()
@@ -85,6 +86,7 @@ def test_each_call_goes_to_its_route_with_vllms_body(server):
     client.resume()
     assert client.reset_prefix_cache() is False
     assert client.is_still() is True
+    assert client.num_workers() == 4
     assert [seen[:4] for seen in server.seen] == [
         ("POST", "/init_weight_transfer_engine", "", {"init_info": {"region": "r"}}),
         ("POST", "/start_weight_update", "", None),
@@ -96,6 +98,7 @@ def test_each_call_goes_to_its_route_with_vllms_body(server):
         ("POST", "/reset_prefix_cache", "reset_running_requests=true", None),
         ("GET", "/is_sleeping", "", None),
         ("GET", "/is_paused", "", None),
+        ("GET", "/get_world_size", "", None),
     ]
 
 

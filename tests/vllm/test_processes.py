@@ -268,11 +268,14 @@ def test_the_ring_is_given_back_with_the_engines_object(llm, model):
 
     lora_stream.sync(model, llm, full=True, allow_unmoved=True)
     assert engines._channels[llm].sender.num_bytes > 0
-    with pytest.raises(TransferError, match="0 workers attached"):
+    with pytest.raises(TransferError, match=r"^0 of 2 workers attached"):
         engines._channels[llm]._connect(_NoWorkers())
     lora_stream.sync(model, llm, full=True, allow_unmoved=True)
 
 
 class _NoWorkers:
+    def num_workers(self):
+        return 2
+
     def init_weight_transfer_engine(self, init_info):
         pass
