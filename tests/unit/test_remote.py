@@ -1,8 +1,10 @@
 """`sync` to an engine in other processes: the order of the calls around an update, and every way in which the engine can
 behave badly. Unit layer: the engine is a few threads that speak the backend's protocol; the real one is in tests/vllm."""
 
+import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,13 +26,13 @@ class Worker:
         self.is_mixture = False
         self.instance = instance
 
-    def init(self, num_workers, region, question, manifest=None, in_place=False, paused=None, refuse=None):
+    def init(self, num_workers, is_open, region, question, manifest=None, in_place=False, paused=None, refuse=None):
         if self.receiver is None or self.receiver.name != region:
             try:
                 self.receiver = Receiver(region)
             except OSError:
                 return  # as a worker among several
-        answer = {"question": question, "is_open": False}
+        answer = {"question": question, "is_open": is_open}
         if paused is not None:
             self.paused = paused
         elif manifest is not None:
@@ -47,7 +49,7 @@ class Worker:
             }
         self.receiver.post(answer)
 
-    def update(self, info, fail_at):
+    def update(self, info, fail_at, mute):
         answer = {"generation": info["generation"]}
         try:
             metadata = wire.decode(info["manifest"])
@@ -62,7 +64,8 @@ class Worker:
             self.receiver.abort(info["generation"], str(error))
         else:
             self.num_updates += 1
-            self.receiver.post(answer | {"seconds": 0.5, "seconds_waited": 0.25})
+            if not mute:
+                self.receiver.post(answer | {"seconds": 0.5, "seconds_waited": 0.25})
 
 
 class Engine:
@@ -77,8 +80,11 @@ class Engine:
         self.fail_at = None
         self.refuse = None
         self.silent = False
+        self.mute = False
+        self.gone = False
         self.broken = set()
         self.cache_is_free = True
+        self.is_active = False  # as vLLM keeps account of an update
 
     def _call(self, name):
         self.calls.append(name)
@@ -89,13 +95,18 @@ class Engine:
         kind = "check" if "manifest" in init_info else "tell" if init_info.get("paused") is not None else "describe"
         self._call(f"{kind} {init_info['paused']}" if kind == "tell" else kind)
         for worker in self.workers:
-            worker.init(self.workers_of_one, **init_info, refuse=self.refuse)
+            worker.init(self.workers_of_one, self.is_active, **init_info, refuse=self.refuse)
 
     def start_weight_update(self):
         self._call("start")
+        assert not self.is_active, "start_weight_update called while a weight update is already active"
+        self.is_active = True
 
     def update_weights(self, update_info):
         self._call("update")
+        assert self.is_active, "start_weight_update must be called before update_weights"
+        if self.gone:
+            raise ConnectionError("connection refused")
         if self.hang == "before accepting":
             time.sleep(3)
             return
@@ -103,7 +114,8 @@ class Engine:
             return
         threads = [
             threading.Thread(
-                target=worker.update, args=(update_info, self.fail_at if worker is self.workers[0] else None)
+                target=worker.update,
+                args=(update_info, self.fail_at if worker is self.workers[0] else None, self.mute),
             )
             for worker in self.workers
         ]
@@ -116,6 +128,8 @@ class Engine:
 
     def finish_weight_update(self, weight_version=None):
         self._call(f"finish {weight_version}")
+        assert self.is_active, "finish_weight_update called without a matching start_weight_update"
+        self.is_active = False
 
     def is_paused(self):
         return self.is_still
@@ -145,6 +159,7 @@ def sync(model, engine, **kwargs):
 def test_all_workers_get_the_policy_and_the_calls_come_in_order(model):
     engine = Engine(num_workers=3)
     first = sync(model, engine)
+    assert not list(Path("/dev/shm").glob(f"lora_stream-{os.getpid()}-*")), "the ring has a name for attaching only"
     assert engine.calls == [
         *("describe", "check", "tell True", "pause", "start", "update", "finish 1", "reset", "resume"),
         *("tell False", "describe"),
@@ -193,6 +208,17 @@ def test_an_engine_that_was_restarted_gets_a_new_ring_and_everything(model):
     engine = Engine()
     sync(model, engine)
     engine.workers = [Worker(["restarted", 0])]
+    fill(model)
+    assert sync(model, engine).scope == "all"
+    assert_matches(engine.workers[0].weights, expected(model))
+
+
+def test_an_old_answer_is_not_taken_for_a_new_one(model):
+    """The workers of a restarted engine cannot attach to the old ring, in which the old ones' answers still stand."""
+    engine = Engine()
+    sync(model, engine)
+    old, engine.workers = engine.workers, [Worker(["restarted", 0])]
+    assert old[0].receiver is not None  # it lives, as far as the ring can tell
     fill(model)
     assert sync(model, engine).scope == "all"
     assert_matches(engine.workers[0].weights, expected(model))
@@ -284,14 +310,35 @@ def test_a_mixture_stays_paused_and_the_next_sync_mends_it(model):
 @pytest.mark.parametrize("when", ["before accepting", "after loading"])
 def test_an_engine_that_hangs_is_given_up_at_the_deadline(model, when):
     engine = Engine(num_workers=2)
+    sync(model, engine)
+    fill(model)
     engine.hang = when
     begun = time.monotonic()
     with pytest.raises(lora_stream.SyncError, match=r"in vain; the engine does not answer any more"):
         sync(model, engine, deadline_s=0.5)
     assert time.monotonic() - begun < 2.5
     time.sleep(3)  # its call comes back
-    engine.hang = None
-    assert sync(model, engine).scope == "all"
+    engine.hang, engine.is_still = None, False
+    assert sync(model, engine).scope == "all", "nobody knows what it holds"
+
+
+def test_an_engine_that_is_gone_is_not_asked_to_restore_anything(model):
+    engine = Engine()
+    sync(model, engine)
+    fill(model)
+    engine.gone = True
+    with pytest.raises(lora_stream.SyncError, match=r"connection refused; the engine does not answer any more"):
+        sync(model, engine)
+    assert engine.calls.count("update") == 2
+
+
+def test_a_worker_that_does_not_say_that_it_has_loaded_is_not_believed(model):
+    engine = Engine(num_workers=2)
+    sync(model, engine)
+    fill(model)
+    engine.mute = True
+    with pytest.raises(lora_stream.SyncError, match=r"engine worker 0 .* does not say that it has loaded the weights"):
+        sync(model, engine)
 
 
 def test_an_update_that_comes_back_without_having_loaded_is_not_believed(model):

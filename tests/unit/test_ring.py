@@ -261,6 +261,18 @@ def test_when_either_side_gives_up_the_other_hears_why_at_once_and_the_next_upda
         assert_same(reader.result(), tensors)
 
 
+def test_what_was_sent_before_an_abort_is_not_handed_out_after_it():
+    sender, (receiver,) = connect(num_slots=4)
+    tensors = [(f"t{i}", torch.zeros(256)) for i in range(3)]
+    begin(sender, [receiver])
+    source = receiver.tensors(metadata_of(tensors))
+    list(sender.copy_in(metadata_of(tensors), iter(tensors)))
+    next(source)
+    sender.abort("stop")
+    with pytest.raises(TransferError, match="the sender gave up: stop"):
+        next(source)
+
+
 def test_a_failure_that_the_watch_sees_ends_the_wait():
     sender, receivers = connect(num_slots=2)
     tensors = [(f"t{i}", torch.zeros(256)) for i in range(9)]
