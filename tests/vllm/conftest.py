@@ -1,4 +1,4 @@
-"""A live vLLM engine in this process, one after the other for each set-up."""
+"""A live vLLM engine in this process, one after the other for each set-up; and what the other engines are started on."""
 
 import pytest
 
@@ -13,3 +13,26 @@ def setup(request, tmp_path_factory):
     started = live.start(request.param, tmp_path_factory.mktemp("base"))
     yield started
     live.shut_down(started.llm)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """The checkpoint of a random bfloat16 model with tied embeddings."""
+    import torch
+
+    from tests.vllm import live
+
+    directory = tmp_path_factory.mktemp("base") / "model"
+    live.save_base(torch.bfloat16, True, directory)
+    return directory
+
+
+@pytest.fixture
+def model(base):
+    """That model in a trainer, with LoRA."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tests.models import with_lora
+
+    return with_lora(AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).eval())

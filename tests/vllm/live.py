@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -123,6 +124,7 @@ class Server:
         with log.open("w") as output:
             self.process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
         self.pids = [self.process.pid]
+        self.shared: set[str] = set()  # vLLM's own shared memory, which it leaves behind when it is killed
 
     def wait_until_up(self) -> "Server":
         for _ in range(1200):
@@ -131,6 +133,8 @@ class Server:
                 if httpx.get(f"{self.url}/health").status_code == 200:
                     # Now: a server that is killed leaves its engine core and its worker to nobody.
                     self.pids = [self.process.pid, *(pid for pid, _ in descendants(self.process.pid))]
+                    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in self.pids]
+                    self.shared = set(re.findall(r"/dev/shm/(?:psm|sem)[\w.-]+", "\n".join(maps)))
                     return self
             time.sleep(0.25)
         raise TimeoutError(self.log.read_text()[-3000:])
@@ -162,6 +166,8 @@ class Server:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
+        for path in self.shared:
+            Path(path).unlink(missing_ok=True)
 
 
 def free_port() -> int:

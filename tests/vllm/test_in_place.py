@@ -7,13 +7,12 @@ pytest.importorskip("vllm", reason="vLLM is not installed; `make test` installs 
 
 import torch
 import vllm._custom_ops
-from transformers import AutoModelForCausalLM
 from vllm.config import set_current_vllm_config
 
 import lora_stream
 from lora_stream.vllm import manifest
 from lora_stream.vllm.worker import LoraStreamEngine
-from tests.models import TARGETS, fill, with_lora
+from tests.models import TARGETS, fill
 from tests.vllm import live
 
 pytestmark = pytest.mark.vllm
@@ -33,11 +32,6 @@ def llm(base):
         engine = live.make_llm(base, "bfloat16")
         yield engine  # patched as long as it lives: a reload processes its weights again
         live.shut_down(engine)
-
-
-@pytest.fixture
-def model(base):
-    return with_lora(AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).eval())
 
 
 class Calls:

@@ -25,22 +25,10 @@ pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("base") / "model"
-    live.save_base(torch.bfloat16, True, directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
 def llm(base):
     engine = live.make_llm_in_processes(base, "bfloat16", 2)
     yield engine
     live.shut_down(engine)
-
-
-@pytest.fixture
-def model(base):
-    return with_lora(AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).eval())
 
 
 def logprobs_from_disk(llm, base, model, directory):

@@ -29,22 +29,10 @@ SMALL = 64 * 1024  # bytes of staging: an update takes many turns of the ring
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("base") / "model"
-    live.save_base(torch.bfloat16, True, directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
 def server(base, tmp_path_factory):
     started = live.Server(base, tmp_path_factory.mktemp("log") / "server.log").wait_until_up()
     yield started
     started.stop()
-
-
-@pytest.fixture
-def model(base):
-    return with_lora(AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).eval())
 
 
 def regions():
