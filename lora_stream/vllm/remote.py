@@ -30,6 +30,7 @@ class RemoteEngine:
         return self._channel.sender
 
     def check(self, metadata: Sequence[ParamMeta]) -> None:
+        self._client.is_still()  # raises where the engine must be idle and is not; asked again at the pause
         self._channel.check(self._client, metadata, in_place=self._in_place)
 
     def fingerprint(self) -> object:
