@@ -7,6 +7,9 @@
 #include <vector>
 
 #include "cpu/paths.h"
+#if defined(LORA_STREAM_CUDA)
+#include "cuda/launch.h"
+#endif
 #include "staging/bind.h"
 
 PYBIND11_MODULE(_C, m) {
@@ -23,7 +26,21 @@ PYBIND11_MODULE(_C, m) {
       "cpu_path", [] { return std::string(lora_stream::cpu_path().name); },
       "The CPU path in use: the fastest supported one, or the one that LORA_STREAM_CPU names.");
   lora_stream::bind_staging(m);
-  m.attr("cuda_built") = false;  // no CUDA kernel in this version
+#if defined(LORA_STREAM_CUDA)
+  const char* const architectures = lora_stream::cuda::architectures();
+  const auto pin = [](uintptr_t address, std::size_t bytes, int device) {
+    return lora_stream::cuda::pin(reinterpret_cast<void*>(address), bytes, device);
+  };
+  const auto unpin = [](uintptr_t address) { lora_stream::cuda::unpin(reinterpret_cast<void*>(address)); };
+#else
+  const char* const architectures = "";
+  const auto pin = [](uintptr_t, std::size_t, int) { return std::string("this build has no CUDA"); };
+  const auto unpin = [](uintptr_t) {};
+#endif
+  m.attr("cuda_architectures") = architectures;
+  m.def("pin", pin, "Let CUDA devices read and write host memory directly; returns an empty text or the error.",
+        pybind11::arg("address"), pybind11::arg("bytes"), pybind11::arg("device"));
+  m.def("unpin", unpin, "Undo pin().", pybind11::arg("address"));
   m.attr("compiler") = __VERSION__;
   m.attr("torch_built_with") = LORA_STREAM_TORCH_VERSION;
 }

@@ -2,6 +2,9 @@
 //
 //   merge_cast_          one matrix
 //   merge_cast_grouped_  many matrices in one parallel loop, with optional rounding statistics
+//   _merge_cast_cuda_    what lora_stream/ops.py makes of both on a CUDA device, whose current stream C++ cannot learn
+//   in
+//                        a way that all torch versions share
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -17,6 +20,9 @@
 
 #include "cpu/paths.h"
 #include "merge_cast.h"
+#if defined(LORA_STREAM_CUDA)
+#include "cuda/launch.h"
+#endif
 
 namespace lora_stream {
 namespace {
@@ -52,8 +58,6 @@ DType dtype_of(const char* name, const Tensor& tensor) {
 int64_t element_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
 void check_matrix(const char* name, const Tensor& tensor, const char* shape, int64_t rows, int64_t cols) {
-  STD_TORCH_CHECK(tensor.is_cpu(), "merge_cast_: ", name,
-                  " must be on the CPU; merging on other devices is not built in (see `lora-stream doctor`)");
   STD_TORCH_CHECK(tensor.dim() == 2 && tensor.size(0) == rows && tensor.size(1) == cols, "merge_cast_: ", name,
                   " must have shape ", shape, " = [", rows, ", ", cols, "], got ", shape_text(tensor));
 }
@@ -76,6 +80,11 @@ Bytes extent(const void* data, const Tensor& tensor, DType dtype) {
   }
   const auto begin = reinterpret_cast<uintptr_t>(data);
   return {begin, begin + static_cast<uintptr_t>((last + 1) * element_size(dtype))};
+}
+
+void check_on_cpu(const char* name, const Tensor& tensor) {
+  STD_TORCH_CHECK(tensor.is_cpu(), "merge_cast_: all tensors must be on one device, but base is on the CPU and ", name,
+                  " is not");
 }
 
 bool overlap(const Bytes& a, const Bytes& b) { return a.begin < b.end && b.begin < a.end; }
@@ -193,46 +202,127 @@ void merge_all(const std::vector<MergeArgs>& group, double* stats) {
   }
 }
 
-void merge_cast_(const Tensor& base, const Tensor& lora_A, const Tensor& lora_B, double scaling, const Tensor& out) {
-  merge_all({checked_args(base, lora_A, lora_B, scaling, out)}, nullptr);
-}
-
-void merge_cast_grouped_(const std::vector<Tensor>& bases, const std::vector<Tensor>& lora_As,
-                         const std::vector<Tensor>& lora_Bs, const std::vector<double>& scalings,
-                         const std::vector<Tensor>& outs, const std::optional<Tensor>& stats) {
+std::vector<MergeArgs> checked_group(const std::vector<Tensor>& bases, const std::vector<Tensor>& lora_As,
+                                     const std::vector<Tensor>& lora_Bs, const std::vector<double>& scalings,
+                                     const std::vector<Tensor>& outs) {
   const size_t num = bases.size();
   STD_TORCH_CHECK(lora_As.size() == num && lora_Bs.size() == num && scalings.size() == num && outs.size() == num,
                   "merge_cast_grouped_: the lists must have one length, got ", num, " bases, ", lora_As.size(),
                   " lora_As, ", lora_Bs.size(), " lora_Bs, ", scalings.size(), " scalings, ", outs.size(), " outs");
-  double* stats_data = nullptr;
-  if (stats.has_value()) {
-    STD_TORCH_CHECK(stats->is_cpu() && stats->scalar_type() == torch::headeronly::ScalarType::Double &&
-                        stats->dim() == 2 && stats->size(0) == static_cast<int64_t>(num) &&
-                        stats->size(1) == kNumStats && stats->is_contiguous(),
-                    "merge_cast_grouped_: stats must be a contiguous float64 CPU tensor [", num, ", ", kNumStats,
-                    "], got ", shape_text(*stats));
-    stats_data = static_cast<double*>(stats->mutable_data_ptr());
-  }
   std::vector<MergeArgs> group;
   group.reserve(num);
   for (size_t i = 0; i < num; ++i) {
     group.push_back(checked_args(bases[i], lora_As[i], lora_Bs[i], scalings[i], outs[i]));
   }
   check_disjoint(group, bases, lora_As, lora_Bs, outs);
-  merge_all(group, stats_data);
+  return group;
 }
+
+double* checked_stats(const std::optional<Tensor>& stats, size_t num) {
+  if (!stats.has_value()) return nullptr;
+  STD_TORCH_CHECK(stats->scalar_type() == torch::headeronly::ScalarType::Double && stats->dim() == 2 &&
+                      stats->size(0) == static_cast<int64_t>(num) && stats->size(1) == kNumStats &&
+                      stats->is_contiguous(),
+                  "merge_cast_grouped_: stats must be a contiguous float64 tensor [", num, ", ", kNumStats, "], got ",
+                  shape_text(*stats));
+  return static_cast<double*>(stats->mutable_data_ptr());
+}
+
+// `fast` is for devices that can trade precision for speed: here there is one arithmetic.
+void merge_cast_grouped_(const std::vector<Tensor>& bases, const std::vector<Tensor>& lora_As,
+                         const std::vector<Tensor>& lora_Bs, const std::vector<double>& scalings,
+                         const std::vector<Tensor>& outs, const std::optional<Tensor>& stats, bool /*fast*/) {
+  const auto check = [](const char* name, const std::vector<Tensor>& tensors) {
+    for (const Tensor& tensor : tensors) check_on_cpu(name, tensor);
+  };
+  check("a lora_A", lora_As);
+  check("a lora_B", lora_Bs);
+  check("an out", outs);
+  if (stats.has_value()) check_on_cpu("stats", *stats);
+  const std::vector<MergeArgs> group = checked_group(bases, lora_As, lora_Bs, scalings, outs);
+  merge_all(group, checked_stats(stats, group.size()));
+}
+
+void merge_cast_(const Tensor& base, const Tensor& lora_A, const Tensor& lora_B, double scaling, const Tensor& out,
+                 bool fast) {
+  merge_cast_grouped_({base}, {lora_A}, {lora_B}, {scaling}, {out}, std::nullopt, fast);
+}
+
+#if defined(LORA_STREAM_CUDA)
+
+// What merge_kernel.h asks for; lora_stream/ops.py makes copies of pairs that lie otherwise.
+void check_layout(const MergeArgs& args) {
+  if (args.rank == 0) return;
+  const auto aligned = [](const void* data, int64_t stride_bytes, int64_t bytes) {
+    return (reinterpret_cast<uintptr_t>(data) | static_cast<uintptr_t>(stride_bytes)) % bytes == 0;
+  };
+  const int64_t bytes = element_size(args.lora_A_dtype);
+  STD_TORCH_CHECK(args.lora_A_dtype == args.lora_B_dtype && args.rank % 2 == 0 && args.lora_A_strides[1] == 1 &&
+                      args.lora_B_strides[1] == 1 && args.lora_A_strides[0] >= (args.cols + 7) / 8 * 8 &&
+                      aligned(args.lora_A, args.lora_A_strides[0] * bytes, 16) &&
+                      aligned(args.lora_B, args.rows > 1 ? args.lora_B_strides[0] * bytes : 0, 2 * bytes),
+                  "_merge_cast_cuda_: lora_A and lora_B must lie as csrc/cuda/merge_kernel.h says; call merge_cast_");
+}
+
+// Enqueues on `stream`, a cudaStream_t; stats are added to, their checksums without the modulo.
+void merge_cast_cuda_(const std::vector<Tensor>& bases, const std::vector<Tensor>& lora_As,
+                      const std::vector<Tensor>& lora_Bs, const std::vector<double>& scalings,
+                      const std::vector<Tensor>& outs, const std::optional<Tensor>& stats, int64_t stream, bool fast) {
+  const std::vector<MergeArgs> group = checked_group(bases, lora_As, lora_Bs, scalings, outs);
+  if (group.empty()) return;
+  const int device = bases[0].get_device();
+  const auto check_device = [&](const char* name, const Tensor& tensor) {
+    STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device() == device,
+                    "merge_cast_: all tensors must be on one device, ", "but the first base is on cuda:", device,
+                    " and ", name, " is on ", tensor.is_cpu() ? "the CPU" : "another device");
+  };
+  for (size_t i = 0; i < group.size(); ++i) {
+    check_device("a base", bases[i]);
+    check_device("a lora_A", lora_As[i]);
+    check_device("a lora_B", lora_Bs[i]);
+    check_layout(group[i]);
+    if (!outs[i].is_cpu()) {
+      check_device("an out", outs[i]);
+      continue;
+    }
+    const Bytes written = extent(group[i].out, outs[i], group[i].out_dtype);
+    STD_TORCH_CHECK(written.begin == written.end || cuda::is_pinned(reinterpret_cast<const void*>(written.begin),
+                                                                    reinterpret_cast<const void*>(written.end)),
+                    "merge_cast_: out ", i, " is in host memory that cuda:", device,
+                    " cannot write to; pass memory on the device or pinned memory (tensor.pin_memory())");
+  }
+  if (stats.has_value()) check_device("stats", *stats);
+  const std::string error =
+      cuda::merge(group, checked_stats(stats, group.size()), fast, device, reinterpret_cast<void*>(stream));
+  STD_TORCH_CHECK(error.empty(), "merge_cast_ on cuda:", device, ": ", error);
+}
+
+#endif
 
 }  // namespace
 }  // namespace lora_stream
 
 STABLE_TORCH_LIBRARY(lora_stream, m) {
-  m.def("merge_cast_(Tensor base, Tensor lora_A, Tensor lora_B, float scaling, Tensor(a!) out) -> ()");
+  m.def(
+      "merge_cast_(Tensor base, Tensor lora_A, Tensor lora_B, float scaling, Tensor(a!) out, *, bool fast=False) -> "
+      "()");
   m.def(
       "merge_cast_grouped_(Tensor[] bases, Tensor[] lora_As, Tensor[] lora_Bs, float[] scalings, Tensor(a!)[] outs, "
-      "Tensor(b!)? stats=None) -> ()");
+      "Tensor(b!)? stats=None, *, bool fast=False) -> ()");
+#if defined(LORA_STREAM_CUDA)
+  m.def(
+      "_merge_cast_cuda_(Tensor[] bases, Tensor[] lora_As, Tensor[] lora_Bs, float[] scalings, Tensor(a!)[] outs, "
+      "Tensor(b!)? stats, int stream, bool fast) -> ()");
+#endif
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lora_stream, CPU, m) {
   m.impl("merge_cast_", TORCH_BOX(&lora_stream::merge_cast_));
   m.impl("merge_cast_grouped_", TORCH_BOX(&lora_stream::merge_cast_grouped_));
 }
+
+#if defined(LORA_STREAM_CUDA)
+STABLE_TORCH_LIBRARY_IMPL(lora_stream, CUDA, m) {
+  m.impl("_merge_cast_cuda_", TORCH_BOX(&lora_stream::merge_cast_cuda_));
+}
+#endif

@@ -69,10 +69,11 @@ def _cuda() -> Finding:
 
     from lora_stream import _C
 
-    found = f"{'built in' if _C.cuda_built else 'not built in'}; "
-    found += f"torch sees {torch.cuda.device_count()} devices" if torch.cuda.is_available() else "torch sees no device"
-    if torch.cuda.is_available() and not _C.cuda_built:
-        advice = "models on a CUDA device are merged there by torch in float64, slowly: no CUDA kernel in this version"
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = f"built for {_C.cuda_architectures}" if _C.cuda_architectures else "not built in"
+    found += f"; torch sees {devices or 'no'} device{'s' if devices > 1 else ''}"
+    if devices and not _C.cuda_architectures:
+        advice = "models on a CUDA device cannot be merged: install again with LORA_STREAM_CUDA=1 and nvcc 12.1 or later"
         return Finding("CUDA kernel", found, ok=False, advice=advice)
     return Finding("CUDA kernel", found)
 

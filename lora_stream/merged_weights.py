@@ -4,45 +4,26 @@
 
 A yielded tensor belongs to the consumer: it is contiguous, shares no storage with the model and is never written again.
 The live model is only read. Merging goes batch by batch, into memory that a *staging* gives: fresh tensors, of which at most
-one bucket, or one larger tensor, is alive on this side, or the slots of a ring that another process reads.
+one bucket, or one larger tensor, is alive on this side (two on a device, which merges one while the other is consumed), or
+the slots of a ring that another process reads.
 """
 
-import math
+import inspect
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from lora_stream import ops
+from lora_stream.filling import Batch, Filling, Part, Rounding, queue_of
 from lora_stream.peft import read_model
-from lora_stream.plan import FUSED_MODULES, ParamMeta, Plan, Scope, Task, build_plan
+from lora_stream.plan import FUSED_MODULES, ParamMeta, Plan, Scope, build_plan
 
 BUCKET_BYTES = 64 * 1024 * 1024
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rounding:
-    """What rounding to the wire dtype did to one merged tensor, against its base rounded alike."""
-
-    changed: int  # elements with a delta other than zero
-    unmoved: int  # of those, elements whose merged value rounds to what the base rounds to
-    kept_sq: float  # sum of (round(base + delta) - round(base))**2
-    delta_sq: float  # sum of delta**2
-    checksum: int  # of the merged values
-
-    def __add__(self, other: "Rounding") -> "Rounding":
-        """Of two parts of one tensor."""
-        return Rounding(
-            changed=self.changed + other.changed,
-            unmoved=self.unmoved + other.unmoved,
-            kept_sq=self.kept_sq + other.kept_sq,
-            delta_sq=self.delta_sq + other.delta_sq,
-            checksum=(self.checksum + other.checksum) % 2**32,
-        )
 
 
 @dataclass(kw_only=True)
@@ -55,28 +36,14 @@ class PassStats:
     rounding: dict[str, Rounding] = field(default_factory=dict)  # by checkpoint name
 
 
-class Part(NamedTuple):
-    """Elements [begin, end) of a task's flattened tensor, and where they go: `out` has the tensor's shape where the part
-    is all of it, [rows, cols] where it is whole rows, and is flat otherwise."""
-
-    task: Task
-    begin: int
-    end: int
-    out: torch.Tensor
-
-    @property
-    def is_last(self) -> bool:
-        return self.end == self.task.base.numel()
-
-
 class Staging(Protocol):
     """Where a pass puts its tensors."""
 
     num_bytes: int  # of memory that it holds now
     seconds_waited: float  # for room, in this pass
 
-    def batches(self, plan: Plan) -> Iterator[Iterable[Part]]:
-        """The plan in parts, in order. A batch is filled before the next one is asked for."""
+    def batches(self, plan: Plan) -> Iterator[Batch]:
+        """The plan in parts, in order. The next batch may be asked for before the last one is full."""
 
 
 class FreshStaging:
@@ -87,19 +54,22 @@ class FreshStaging:
         self.num_bytes = 0
         self.seconds_waited = 0.0
 
-    def batches(self, plan: Plan) -> Iterator[Iterable[Part]]:
+    def batches(self, plan: Plan) -> Iterator[Batch]:
         for bucket in plan.buckets(self._bucket_bytes):
             self.num_bytes = sum(task.meta.num_bytes for task in bucket)
             # No name for the list: the tensors are held by who takes them alone.
-            yield [
-                Part(
-                    task,
-                    0,
-                    task.base.numel(),
-                    torch.empty(task.meta.shape, dtype=task.meta.dtype, device=task.base.device),
-                )
-                for task in bucket
-            ]
+            yield Batch(
+                [
+                    Part(
+                        task,
+                        0,
+                        task.base.numel(),
+                        torch.empty(task.meta.shape, dtype=task.meta.dtype, device=task.base.device),
+                    )
+                    for task in bucket
+                ],
+                announce=_nothing,
+            )
 
 
 class MergedWeights:
@@ -109,8 +79,10 @@ class MergedWeights:
     wire_dtype: dtype of floating-point tensors as yielded; None keeps each as the parameter is.
     scope: "all", or "trained": merged targets and whatever else trains, closed over what vLLM stacks with them.
     adapter_name: the adapter to merge; None merges the active ones, summed.
-    onload, offload: called without arguments before the first tensor and once after the last, on every way out.
+    onload, offload: called before the first tensor and once after the last, on every way out. Where they take an argument
+        it is the list of the parameters that the pass reads: in the trained scope the rest may stay where it is.
     bucket_bytes: how much is merged ahead of the consumer.
+    precision: of the product on CUDA devices, see ops.merge_cast_.
     fused_modules: names of modules that the engine stacks into one, see plan.py.
 
     Raises ValueError at once for a model that cannot be merged right, naming the tensor and what to do.
@@ -123,13 +95,16 @@ class MergedWeights:
         wire_dtype: torch.dtype | None = torch.bfloat16,
         scope: Scope = "all",
         adapter_name: str | None = None,
-        onload: Callable[[], object] | None = None,
-        offload: Callable[[], object] | None = None,
+        onload: Callable[..., object] | None = None,
+        offload: Callable[..., object] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
+        precision: ops.Precision = "float32",
         fused_modules: Sequence[Sequence[str]] = FUSED_MODULES,
     ) -> None:
         if bucket_bytes <= 0:
             raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
+        ops.is_fast(precision)
+        self._precision: ops.Precision = precision
         self._model = model
         self._wire_dtype = wire_dtype
         self._scope: Scope = scope
@@ -164,7 +139,9 @@ class MergedWeights:
         if plan.metadata() != self.metadata():
             raise ValueError("the model's adapters or parameters have changed since; make a new MergedWeights")
         self.plan = plan
-        return Stream(plan, onload=self._onload, offload=self._offload, staging=staging)
+        return Stream(
+            plan, onload=self._onload, offload=self._offload, staging=staging, precision=self._precision
+        )
 
 
 def stream(
@@ -173,15 +150,18 @@ def stream(
     wire_dtype: torch.dtype | None = torch.bfloat16,
     scope: Scope = "all",
     adapter_name: str | None = None,
-    onload: Callable[[], object] | None = None,
-    offload: Callable[[], object] | None = None,
+    onload: Callable[..., object] | None = None,
+    offload: Callable[..., object] | None = None,
+    precision: ops.Precision = "float32",
 ) -> "Stream":
     """One pass over the model's merged weights: an iterator of ``(checkpoint name, tensor)`` and a context manager.
 
     The arguments are those of MergedWeights, and so are the errors.
     """
-    weights = MergedWeights(model, wire_dtype=wire_dtype, scope=scope, adapter_name=adapter_name)
-    return Stream(weights.plan, onload=onload, offload=offload)
+    weights = MergedWeights(
+        model, wire_dtype=wire_dtype, scope=scope, adapter_name=adapter_name, precision=precision
+    )
+    return Stream(weights.plan, onload=onload, offload=offload, precision=precision)
 
 
 class Stream:
@@ -194,16 +174,19 @@ class Stream:
         self,
         plan: Plan,
         *,
-        onload: Callable[[], object] | None = None,
-        offload: Callable[[], object] | None = None,
+        onload: Callable[..., object] | None = None,
+        offload: Callable[..., object] | None = None,
         staging: Staging | None = None,
+        precision: ops.Precision = "float32",
     ) -> None:
         self.plan = plan
         self.stats = PassStats()
         # No reference from the generator back to self: a dropped Stream must close it at once, not at the next
         # collection of cycles.
         staging = FreshStaging() if staging is None else staging
-        self._generator = _generate(plan, onload, offload, staging, self.stats, _Versions(plan), _Ready(plan))
+        self._generator = _generate(
+            plan, onload, offload, staging, self.stats, _Versions(plan), _Ready(plan), precision
+        )
         # A generator that was never started skips its `finally`; so start it here, up to a first empty yield.
         next(self._generator)
 
@@ -228,40 +211,76 @@ class Stream:
 
 def _generate(
     plan: Plan,
-    onload: Callable[[], object] | None,
-    offload: Callable[[], object] | None,
+    onload: Callable[..., object] | None,
+    offload: Callable[..., object] | None,
     staging: Staging,
     stats: PassStats,
     versions: "_Versions",
     ready: "_Ready",
+    precision: ops.Precision,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     # No context manager may be open at a yield: a no_grad() would hold in the consumer until it asks again.
     loaded = onload is None
     batches = staging.batches(plan)
+    filling: deque[Filling] = deque()
     try:
         yield  # type: ignore[misc]  # Stream.__init__ stops here
         versions.check()
         if onload is not None:
             loaded = True  # first: an onload that fails halfway is undone as well
-            onload()
-            versions = _Versions(plan)
-        while batch := _next_batch(batches):
-            versions.check()
-            ready.wait()
+            _call(onload, plan)
+            versions, ready = _Versions(plan), _Ready(plan)
+        # A device merges one batch while the one before is consumed; the host does one thing at a time.
+        ahead = 1 if any(queue_of(task.base.device) is not None for task in plan.tasks) else 0
+        has_more = True
+        while has_more or filling:
+            if has_more and len(filling) <= ahead:
+                has_more = (batch := _next_batch(batches)) is not None
+                if batch is not None:
+                    versions.check()
+                    ready.wait()
+                    begin = time.perf_counter()
+                    filling.append(Filling(batch, precision=precision))
+                    del batch  # the tensors are held by who takes them alone
+                    stats.seconds_merge += time.perf_counter() - begin
+                    stats.peak_staging_bytes = max(stats.peak_staging_bytes, staging.num_bytes * len(filling))
+                continue
             begin = time.perf_counter()
-            _materialize(batch, stats)
+            for name, rounding, is_first in filling[0].wait():
+                stats.rounding[name] = rounding if is_first else stats.rounding[name] + rounding
             stats.seconds_merge += time.perf_counter() - begin
-            stats.peak_staging_bytes = max(stats.peak_staging_bytes, staging.num_bytes)
-            while batch:
-                if not batch[0].is_last:
-                    batch.popleft()
+            parts = filling[0].parts
+            while parts:
+                if not parts[0].is_last:
+                    parts.popleft()
                     continue
-                stats.sent.append(batch[0].task.meta)
-                yield batch[0].task.meta.name, batch.popleft().out  # held nowhere else: dropping it is the release
+                filling[0].hand_over(parts[0].out)
+                stats.sent.append(parts[0].task.meta)
+                yield parts[0].task.meta.name, parts.popleft().out  # held nowhere else: dropping it is the release
+            filling.popleft()
     finally:
+        for late in filling:
+            late.settle()  # before its memory is used for something else
         batches.close()  # type: ignore[attr-defined]
         if loaded and offload is not None:
-            offload()
+            _call(offload, plan)
+
+
+def _call(load: Callable[..., object], plan: Plan) -> None:
+    """Call onload or offload, with the parameters that the pass reads if it takes an argument."""
+    try:
+        takes = any(
+            parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+            and parameter.default is parameter.empty
+            for parameter in inspect.signature(load).parameters.values()
+        )
+    except ValueError:  # a builtin that does not tell
+        takes = False
+    load(plan.tensors()) if takes else load()
+
+
+def _nothing() -> None:
+    pass
 
 
 class _Ready:
@@ -273,12 +292,13 @@ class _Ready:
 
     def __init__(self, plan: Plan) -> None:
         self._events = {}
-        for device in {task.base.device for task in plan.tasks if task.base.device.type != "cpu"}:
-            self._events[device] = torch.accelerator.current_stream(device).record_event()
+        for device in {tensor.device for tensor in plan.tensors()}:
+            if (queue := queue_of(device)) is not None:
+                self._events[device] = queue.record_event()
 
     def wait(self) -> None:
         for device, event in self._events.items():
-            torch.accelerator.current_stream(device).wait_event(event)
+            queue_of(device).wait_event(event)
 
 
 class _Versions:
@@ -287,7 +307,7 @@ class _Versions:
     def __init__(self, plan: Plan) -> None:
         self._seen: list[tuple[str, torch.Tensor, int]] = []
         for task in plan.tasks:
-            tensors = [task.base, *(part for adapter in task.adapters for part in (adapter.lora_A, adapter.lora_B))]
+            tensors = task.tensors()
             # Tensors made in inference mode count no versions.
             self._seen += [(task.fqn, tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
 
@@ -300,77 +320,7 @@ class _Versions:
                 )
 
 
-def _next_batch(batches: Iterator[Iterable[Part]]) -> deque[Part]:
+def _next_batch(batches: Iterator[Batch]) -> Batch | None:
     # The consumer may be in inference mode; what it gets must be an ordinary tensor all the same.
     with torch.inference_mode(False):
-        return deque(next(batches, ()))
-
-
-def _materialize(batch: Iterable[Part], stats: PassStats) -> None:
-    """Fill the batch: all merges in one call of the grouped kernel, the rest copied."""
-    with torch.inference_mode(False), torch.no_grad():
-        merges = [part for part in batch if part.task.adapters]
-        for part in batch:
-            if not part.task.adapters:
-                base = part.task.base
-                is_whole = part.begin == 0 and part.is_last
-                part.out.copy_(base if is_whole else base.reshape(-1)[part.begin : part.end].view(part.out.shape))
-        if merges:
-            _merge(merges, stats)
-
-
-def _merge(parts: Sequence[Part], stats: PassStats) -> None:
-    bases, pairs, outs = [], [], []
-    for part in parts:
-        rows = _rows(part)
-        lora_A, lora_B, scaling = _summed(part.task)
-        base = part.task.base.detach()[rows]
-        # The kernel wants a row's elements adjacent; a base that was loaded transposed is copied, one tensor at a time.
-        bases.append(base if base.stride(1) == 1 else base.contiguous())
-        pairs.append((lora_A, lora_B[rows], scaling))
-        # A kernel writes on its own device; from there it is copied into staging that lies elsewhere.
-        is_near = part.out.device == base.device
-        outs.append(part.out if is_near else torch.empty_like(part.out, device=base.device))
-    rounding = torch.empty(len(parts), ops.NUM_STATS, dtype=torch.float64)
-    ops.merge_cast_grouped_(
-        bases, [A for A, _, _ in pairs], [B for _, B, _ in pairs], [s for _, _, s in pairs], outs, rounding
-    )
-    for part, out, (changed, unmoved, kept_sq, delta_sq, checksum) in zip(parts, outs, rounding.tolist(), strict=True):
-        if not math.isfinite(delta_sq):
-            raise ValueError(
-                f"{part.task.fqn}: the delta of its adapter is not finite (NaN or infinity in lora_A or lora_B, or an "
-                "overflow); the engine keeps its weights. Look for a diverged training step"
-            )
-        if out is not part.out:
-            part.out.copy_(out)
-        found = Rounding(
-            changed=int(changed), unmoved=int(unmoved), kept_sq=kept_sq, delta_sq=delta_sq, checksum=int(checksum)
-        )
-        name = part.task.meta.name
-        stats.rounding[name] = found if part.begin == 0 else stats.rounding[name] + found
-
-
-def _rows(part: Part) -> slice:
-    cols = part.task.base.shape[1]
-    if part.begin % max(cols, 1) or part.end % max(cols, 1):
-        raise ValueError(
-            f"{part.task.fqn}: a slot of the staging does not hold one of its rows of {cols} elements; make slots larger"
-        )
-    return slice(None) if cols == 0 else slice(part.begin // cols, part.end // cols)
-
-
-def _summed(task: Task) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """One pair (lora_A, lora_B, scaling) for the sum of the task's adapters: concatenated along the rank, with differing
-    scalings multiplied into lora_B in float32."""
-    first, *others = task.adapters
-    if not others:
-        return first.lora_A.detach(), first.lora_B.detach(), first.scaling
-    if all(adapter.scaling == first.scaling for adapter in others):
-        scalings, scaling = [1.0] * len(task.adapters), first.scaling
-    else:
-        scalings, scaling = [adapter.scaling for adapter in task.adapters], 1.0
-    lora_A = torch.cat([adapter.lora_A.detach().float() for adapter in task.adapters])
-    lora_B = torch.cat(
-        [adapter.lora_B.detach().float() * s for adapter, s in zip(task.adapters, scalings, strict=True)], dim=1
-    )
-    return lora_A, lora_B, scaling
+        return next(batches, None)

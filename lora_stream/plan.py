@@ -88,6 +88,10 @@ class Task:
     def fate(self) -> Fate:
         return "merged" if self.adapters else "copied"
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Of the model, that are read for it."""
+        return [self.base, *(part for adapter in self.adapters for part in (adapter.lora_A, adapter.lora_B))]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -107,6 +111,10 @@ class Plan:
     @property
     def num_bytes(self) -> int:
         return sum(task.meta.num_bytes for task in self.tasks)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Of the model, that are read: each once, whatever number of tasks it serves."""
+        return list({id(tensor): tensor for task in self.tasks for tensor in task.tensors()}.values())
 
     def buckets(self, bucket_bytes: int) -> Iterator[tuple[Task, ...]]:
         """Consecutive tasks of together at most bucket_bytes; a larger one alone."""

@@ -13,11 +13,12 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 
 from lora_stream import _C
-from lora_stream.merged_weights import Part
+from lora_stream.filling import Batch, Part
 from lora_stream.packing import ALIGNMENT, Message, Piece, pack
 from lora_stream.plan import ParamMeta, Plan
 
@@ -62,6 +63,7 @@ class Sender:
         self._slots = torch.frombuffer(self._ring, dtype=torch.uint8).view(num_slots, slot_bytes)
         self._watch: Callable[[], None] = _nothing
         self._generation = 0
+        self._unpublished: list[int] = []  # slots that are being filled
         self.num_bytes: int = self._ring.num_bytes
         self.seconds_waited = 0.0  # for free slots, in this update
 
@@ -91,6 +93,7 @@ class Sender:
         `watch` is called now and then while the sender waits, and may raise.
         """
         self._watch = watch
+        self._unpublished.clear()
         self._generation = self._ring.begin_generation()
         self.seconds_waited = 0.0
         return self._generation, self._ring.num_published
@@ -116,15 +119,16 @@ class Sender:
         """Until `ready(seconds)`, which waits as long at most, is true, while the receivers live."""
         self._wait(lambda us: ready(us / 1e6), self.receivers, what)
 
-    def batches(self, plan: Plan) -> Iterator[list[Part]]:
-        """The plan's parts in slots; asking for the next batch publishes the last one."""
+    def batches(self, plan: Plan) -> Iterator[Batch]:
+        """The plan's parts in slots; announcing a batch publishes its slot."""
         for device in {task.base.device for task in plan.tasks}:
             self.pin(device)
-        for message, outs in self._slots_for(plan.metadata()):
-            yield [
+        for message, outs, publish in self._slots_for(plan.metadata()):
+            parts = [
                 Part(plan.tasks[piece.index], piece.begin, piece.end, out)
                 for piece, out in zip(message.pieces, outs, strict=True)
             ]
+            yield Batch(parts, announce=publish)
 
     def copy_in(
         self, metadata: Sequence[ParamMeta], weights: Iterator[tuple[str, torch.Tensor]]
@@ -134,7 +138,7 @@ class Sender:
         Raises ValueError where the weights are not what the metadata said.
         """
         flat = None
-        for message, outs in self._slots_for(metadata):
+        for message, outs, publish in self._slots_for(metadata):
             for piece, out in zip(message.pieces, outs, strict=True):
                 meta = metadata[piece.index]
                 if piece.begin == 0:
@@ -146,14 +150,22 @@ class Sender:
                 out.copy_(flat[piece.begin : piece.end].view(out.shape))
                 if piece.end == flat.numel():
                     yield name, tensor
+            publish()
         if (extra := next(weights, None)) is not None:
             raise ValueError(f"the source yielded {extra[0]}, which its metadata did not announce")
 
-    def _slots_for(self, metadata: Sequence[ParamMeta]) -> Iterator[tuple[Message, list[torch.Tensor]]]:
+    def _slots_for(
+        self, metadata: Sequence[ParamMeta]
+    ) -> Iterator[tuple[Message, list[torch.Tensor], Callable[[], None]]]:
+        """Messages, where their pieces lie, and what to call, in their order, when they do."""
         for message in pack(metadata, self.slot_bytes):
             slot = self._acquire(metadata[message.pieces[0].index].name)
-            yield message, [_view(self._slots[slot], metadata[piece.index], piece) for piece in message.pieces]
-            self._ring.publish(slot, message.num_bytes)
+            outs = [_view(self._slots[slot], metadata[piece.index], piece) for piece in message.pieces]
+            yield message, outs, partial(self._publish, slot, message.num_bytes)
+
+    def _publish(self, slot: int, num_bytes: int) -> None:
+        self._ring.publish(slot, num_bytes)
+        self._unpublished.remove(slot)
 
     def _acquire(self, name: str) -> int:
         begin = time.perf_counter()
@@ -161,13 +173,14 @@ class Sender:
 
         def acquire(us: int) -> bool:
             nonlocal slot
-            slot = self._ring.acquire(us)
+            slot = self._ring.acquire(us, self._unpublished)
             return slot >= 0
 
         try:
             self._wait(acquire, lambda: [r for r in self.receivers() if self._ring.owes(r)], f"to make room for {name}")
         finally:
             self.seconds_waited += time.perf_counter() - begin
+        self._unpublished.append(slot)
         return slot
 
     def _wait(self, ready: Callable[[int], bool], whom: Callable[[], Sequence[int]], what: str) -> None:
@@ -228,7 +241,7 @@ class Receiver:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """The update's tensors. Where the ring allows it they lie in shared memory, as long as they are held; the rest are
         copies."""
-        partial: torch.Tensor | None = None
+        whole: torch.Tensor | None = None
         for message in pack(metadata, self._ring.slot_bytes):
             lease = self._take(metadata[message.pieces[0].index].name, deadline_s)
             memory = (
@@ -245,13 +258,13 @@ class Receiver:
                 numel = meta.num_bytes // meta.dtype.itemsize
                 if piece.end - piece.begin < numel:
                     if piece.begin == 0:
-                        partial = torch.empty(meta.shape, dtype=meta.dtype)
-                    assert partial is not None
-                    partial.view(-1)[piece.begin : piece.end] = tensor.view(-1)
-                    tensor = partial
+                        whole = torch.empty(meta.shape, dtype=meta.dtype)
+                    assert whole is not None
+                    whole.view(-1)[piece.begin : piece.end] = tensor.view(-1)
+                    tensor = whole
                     if piece.end < numel:
                         continue
-                    partial = None
+                    whole = None
                 elif not in_place:
                     tensor = tensor.clone()
                 holder = [tensor]
@@ -311,11 +324,16 @@ def _warn_unlocked(num_bytes: int) -> None:
 
 
 def _pin(owner: object, ring: "_C.Ring", device: torch.device) -> None:
-    """Let the device read and write the ring directly, once; taken back when `owner` goes, before the memory does."""
+    """Let the device read and write the ring directly, once; taken back when `owner` goes, before the memory does. Where
+    that fails, it works all the same, by way of the driver's own buffers."""
     if device.type != "cuda" or getattr(owner, "_pinned", False):
         return
-    cudart = torch.cuda.cudart()
-    portable = 1  # pinned for every device
-    torch.cuda.check_error(int(cudart.cudaHostRegister(ring.address, ring.num_bytes, portable)))
     owner._pinned = True  # type: ignore[attr-defined]
-    weakref.finalize(owner, lambda ring: cudart.cudaHostUnregister(ring.address), ring)
+    if error := _C.pin(ring.address, ring.num_bytes, torch.cuda.current_device() if device.index is None else device.index):
+        warnings.warn(
+            f"{ring.num_bytes >> 20} MiB of staging could not be pinned, so copies between it and the device are slower: "
+            f"{error}",
+            stacklevel=3,
+        )
+        return
+    weakref.finalize(owner, lambda ring: _C.unpin(ring.address), ring)

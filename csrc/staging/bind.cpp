@@ -99,7 +99,13 @@ void bind_staging(py::module_& m) {
           [](Side& self) { return bytes_at(self.ring.slot(0), self.ring.num_slots() * self.ring.slot_bytes()); })
       .def("begin_generation", [](Side& self) { return self.ring.begin_generation(); })
       .def(
-          "acquire", [](Side& self, int64_t us) { return self.ring.acquire(us); }, py::arg("microseconds"), unlocked)
+          "acquire",
+          [](Side& self, int64_t us, const std::vector<int>& unpublished) {
+            uint64_t mask = 0;
+            for (const int slot : unpublished) mask |= uint64_t{1} << slot;
+            return self.ring.acquire(us, mask);
+          },
+          py::arg("microseconds"), py::arg("unpublished") = std::vector<int>{}, unlocked)
       .def("publish", [](Side& self, int slot, std::size_t bytes) { self.ring.publish(slot, bytes); })
       .def("accept", [](Side& self, uint64_t generation,
                         uint64_t first) { self.ring.accept(self.receiver, generation, first, self.in_use); })

@@ -117,14 +117,14 @@ bool Ring::is_free(const Slot& slot) const {
   return true;
 }
 
-int Ring::acquire(int64_t microseconds) {
+int Ring::acquire(int64_t microseconds, uint64_t unpublished) {
   int found = -1;
   // Round the ring, so that a slot rests before it is written again: its lines leave the receivers' caches meanwhile.
   const int first = num_published() % layout_->num_slots;
   wait(layout_->sender_bell, microseconds, [&] {
     for (int i = 0; i < layout_->num_slots; ++i) {
       const int index = (first + i) % layout_->num_slots;
-      if (is_free(layout_->slots[index])) {
+      if ((unpublished >> index & 1) == 0 && is_free(layout_->slots[index])) {
         found = index;
         return true;
       }

@@ -47,8 +47,9 @@ class Ring {
   uint64_t num_published() const;
 
   // -- sender --
-  // A free slot, or -1 when none became free within `microseconds` or the bell was rung for another reason.
-  int acquire(int64_t microseconds);
+  // A free slot that is not in `unpublished` (a bit each: what has been acquired and is being filled), or -1 when none
+  // became free within `microseconds` or the bell was rung for another reason.
+  int acquire(int64_t microseconds, uint64_t unpublished = 0);
   void publish(int slot, std::size_t bytes);
   // Begins the next generation; its first message is num_published().
   uint64_t begin_generation();

@@ -54,11 +54,11 @@ def test_a_build_that_was_asked_for_cuda_never_becomes_a_cpu_build_silently(tmp_
     no_nvcc = build(LORA_STREAM_CUDA="1", PATH=str(tmp_path))
     assert no_nvcc.returncode != 0
     assert "no nvcc was found: set CUDA_HOME" in no_nvcc.stderr
-    (tmp_path / "nvcc").write_text("#!/bin/sh\n")
+    (tmp_path / "nvcc").write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.0, V12.0.1'\n")
     (tmp_path / "nvcc").chmod(0o755)
-    with_nvcc = build(LORA_STREAM_CUDA="1", PATH=str(tmp_path))
-    assert with_nvcc.returncode != 0
-    assert "no CUDA kernel yet" in with_nvcc.stderr
+    old_nvcc = build(LORA_STREAM_CUDA="1", PATH=str(tmp_path))
+    assert old_nvcc.returncode != 0
+    assert "nvcc is release 12.0, older than 12.1" in old_nvcc.stderr
     wrong = build(LORA_STREAM_CUDA="yes", PATH=str(tmp_path))
     assert "must be auto, 0 or 1, got 'yes'" in wrong.stderr
 

@@ -13,12 +13,12 @@ PACKAGE = Path(__file__).parents[2] / "lora_stream"
 ORDER = [
     "plan",
     "packing",
-    "eager",
     "ops",
     "reference",
     "shards",
     "names",
     "peft",
+    "filling",
     "merged_weights",
     "report",
     "ring",

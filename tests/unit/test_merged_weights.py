@@ -263,6 +263,6 @@ def test_statistics_of_rounding_are_kept_per_merged_tensor(model):
 def test_merging_calls_the_kernel_once_per_bucket(model, monkeypatch):
     calls = []
     real = ops.merge_cast_grouped_
-    monkeypatch.setattr(ops, "merge_cast_grouped_", lambda *args: (calls.append(len(args[0])), real(*args)))
+    monkeypatch.setattr(ops, "merge_cast_grouped_", lambda *args, **kw: (calls.append(len(args[0])), real(*args, **kw)))
     list(lora_stream.stream(model))
     assert calls == [6]

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lora_stream import _C
 from lora_stream import ring as ring_module
 from lora_stream.merged_weights import MergedWeights
 from lora_stream.plan import ParamMeta
@@ -577,14 +578,11 @@ def plan_on(device):
     return SimpleNamespace(tasks=[SimpleNamespace(base=base)], metadata=list)
 
 
-def test_pinned_memory_is_registered_once_and_unregistered_before_it_goes(monkeypatch):
+def test_memory_is_pinned_once_and_unpinned_before_it_goes(monkeypatch):
     calls = []
-    cudart = SimpleNamespace(
-        cudaHostRegister=lambda address, size, flags: calls.append(("register", address, size)) or 0,
-        cudaHostUnregister=lambda address: calls.append(("unregister", address)) or 0,
-    )
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    monkeypatch.setattr(_C, "pin", lambda address, size, device: calls.append(("pin", address, size, device)) or "")
+    monkeypatch.setattr(_C, "unpin", lambda address: calls.append(("unpin", address)))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     sender, (receiver,) = connect()
     receiver.pin(torch.device("cpu"))
     list(sender.batches(plan_on("cpu")))
@@ -593,7 +591,20 @@ def test_pinned_memory_is_registered_once_and_unregistered_before_it_goes(monkey
         list(sender.batches(plan_on("cuda:1")))
         receiver.pin(torch.device("cuda"))
     own, others = sender._ring.address, receiver._ring.address
-    assert calls == [("register", own, sender.num_bytes), ("register", others, sender.num_bytes)]
+    assert calls == [("pin", own, sender.num_bytes, 1), ("pin", others, sender.num_bytes, 3)]
     del sender, receiver
     gc.collect()
-    assert sorted(calls[2:]) == sorted([("unregister", own), ("unregister", others)])
+    assert sorted(calls[2:]) == sorted([("unpin", own), ("unpin", others)])
+
+
+def test_memory_that_cannot_be_pinned_is_used_as_it_is_with_one_warning(monkeypatch):
+    calls = []
+    monkeypatch.setattr(_C, "pin", lambda *args: calls.append(args) or "cudaErrorMemoryAllocation, out of memory")
+    monkeypatch.setattr(_C, "unpin", lambda address: pytest.fail("was never pinned"))
+    sender, _ = connect()
+    with pytest.warns(UserWarning, match="could not be pinned, .*: cudaErrorMemoryAllocation"):
+        list(sender.batches(plan_on("cuda:0")))
+    list(sender.batches(plan_on("cuda:0")))
+    assert len(calls) == 1
+    del sender
+    gc.collect()
