@@ -73,7 +73,9 @@ def _cuda() -> Finding:
     found = f"built for {_C.cuda_architectures}" if _C.cuda_architectures else "not built in"
     found += f"; torch sees {devices or 'no'} device{'s' if devices > 1 else ''}"
     if devices and not _C.cuda_architectures:
-        advice = "models on a CUDA device cannot be merged: install again with LORA_STREAM_CUDA=1 and nvcc 12.1 or later"
+        advice = (
+            "models on a CUDA device cannot be merged: install again with LORA_STREAM_CUDA=1 and nvcc 12.1 or later"
+        )
         return Finding("CUDA kernel", found, ok=False, advice=advice)
     return Finding("CUDA kernel", found)
 

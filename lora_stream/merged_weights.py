@@ -139,9 +139,7 @@ class MergedWeights:
         if plan.metadata() != self.metadata():
             raise ValueError("the model's adapters or parameters have changed since; make a new MergedWeights")
         self.plan = plan
-        return Stream(
-            plan, onload=self._onload, offload=self._offload, staging=staging, precision=self._precision
-        )
+        return Stream(plan, onload=self._onload, offload=self._offload, staging=staging, precision=self._precision)
 
 
 def stream(
@@ -158,9 +156,7 @@ def stream(
 
     The arguments are those of MergedWeights, and so are the errors.
     """
-    weights = MergedWeights(
-        model, wire_dtype=wire_dtype, scope=scope, adapter_name=adapter_name, precision=precision
-    )
+    weights = MergedWeights(model, wire_dtype=wire_dtype, scope=scope, adapter_name=adapter_name, precision=precision)
     return Stream(weights.plan, onload=onload, offload=offload, precision=precision)
 
 

@@ -64,9 +64,7 @@ def merge_cast_grouped_(
     rounded values (a sum of float32 bit patterns modulo 2**32). On a CUDA device it lies there too, and is filled in
     stream order.
     """
-    torch.ops.lora_stream.merge_cast_grouped_(
-        bases, lora_As, lora_Bs, scalings, outs, stats, fast=is_fast(precision)
-    )
+    torch.ops.lora_stream.merge_cast_grouped_(bases, lora_As, lora_Bs, scalings, outs, stats, fast=is_fast(precision))
 
 
 def is_fast(precision: str) -> bool:

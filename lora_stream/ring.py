@@ -329,7 +329,9 @@ def _pin(owner: object, ring: "_C.Ring", device: torch.device) -> None:
     if device.type != "cuda" or getattr(owner, "_pinned", False):
         return
     owner._pinned = True  # type: ignore[attr-defined]
-    if error := _C.pin(ring.address, ring.num_bytes, torch.cuda.current_device() if device.index is None else device.index):
+    if error := _C.pin(
+        ring.address, ring.num_bytes, torch.cuda.current_device() if device.index is None else device.index
+    ):
         warnings.warn(
             f"{ring.num_bytes >> 20} MiB of staging could not be pinned, so copies between it and the device are slower: "
             f"{error}",

@@ -66,7 +66,7 @@ cudaError_t launch_all(const std::vector<MergeArgs>& group, double* stats, bool 
   }
   if (error != cudaSuccess) return error;
 
-  for (const Launch& launch : schedule(group, stats, fast, max_shared_bytes, 2 * multiprocessors)) {
+  for (const Launch& launch : schedule(group, stats, fast, max_shared_bytes, kItemsPerBlock * 2 * multiprocessors)) {
     const Kernel kernel = kernel_of(launch, stats != nullptr);
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  static_cast<int>(launch.shared_bytes));

@@ -460,9 +460,7 @@ __device__ __forceinline__ void finish_tile(const MergeArgs& args, int row, int 
       read_base<kBaseBytes>(tile, r, c, args.base_dtype, lane, base);
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        // Without an adapter nothing is added: it would turn -0.0 into 0.0.
-        const float sum = sums[c * 4 + j / 2][h * 2 + j % 2];
-        merged[j] = args.rank > 0 ? fma(args.scaling, sum, base[j]) : base[j];
+        merged[j] = fma(args.scaling, sums[c * 4 + j / 2][h * 2 + j % 2], base[j]);
       }
       if (args.out_dtype == DType::kFloat32) {
         float* target = static_cast<float*>(args.out) + (row + r) * args.out_stride + col + c * 32 + lane.quad * 8;
@@ -483,7 +481,7 @@ __device__ __forceinline__ void finish_tile(const MergeArgs& args, int row, int 
       if constexpr (kStats) {  // base and merged are rounded now
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-          const float delta = args.rank > 0 ? args.scaling * sums[c * 4 + j / 2][h * 2 + j % 2] : 0.0f;
+          const float delta = args.scaling * sums[c * 4 + j / 2][h * 2 + j % 2];
           if (j < width) stats.add(base[j], delta, merged[j]);
         }
       }
@@ -549,7 +547,12 @@ __device__ __forceinline__ void merge(const Table& table) {
       const int ahead = row + (kStages - 1) * kStepRows;
       fetch_base<kBaseBytes>(args, ahead, rows(ahead), col, cols(), tile_at(ahead), lane.again());
 
-      float sums[kNumSums][4] = {};
+      float sums[kNumSums][4];
+#pragma unroll
+      for (int n = 0; n < kNumSums; ++n) {
+        // Without an adapter -0.0, scaled by 1, is added: base keeps its bits, also where it is -0.0.
+        sums[n][0] = sums[n][1] = sums[n][2] = sums[n][3] = rank > 0 ? 0.0f : -0.0f;
+      }
       bool beyond_B = false;
 #pragma unroll 1
       for (int k = 0, slot = 0; k < rank; k += kStepRank, slot += kStepRank) {

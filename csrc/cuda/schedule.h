@@ -53,14 +53,16 @@ inline MergeArgs block_of(MergeArgs args, int64_t row, int64_t col) {
   return args;
 }
 
-// stats: [group.size(), kNumStats] or null. max_shared_bytes: of a block. num_blocks: that the device runs at once.
+// stats: [group.size(), kNumStats] or null. max_shared_bytes: of a block. min_items: how many there should be at least,
+// by cutting into fewer rows each.
 inline std::vector<Launch> schedule(const std::vector<MergeArgs>& group, double* stats, bool fast,
-                                    int64_t max_shared_bytes, int64_t num_blocks) {
+                                    int64_t max_shared_bytes, int64_t min_items) {
   std::vector<Launch> launches;
   int64_t elements = 0;
   for (const MergeArgs& args : group) elements += args.rows * args.cols;
-  const int64_t fair_rows = elements / (kStripCols * num_blocks * kItemsPerBlock);
-  const int64_t item_rows = std::clamp(fair_rows / kStepRows * kStepRows, int64_t{kStepRows}, kMaxItemRows);
+  const int64_t fair_rows = elements / (kStripCols * std::max<int64_t>(1, min_items));
+  const int64_t item_rows =
+      min_items == 0 ? kMaxItemRows : std::clamp(fair_rows / kStepRows * kStepRows, int64_t{kStepRows}, kMaxItemRows);
 
   const auto add = [&](const MergeArgs& args, double* stats) {
     const Operands operands = operands_of(args, fast);
@@ -76,7 +78,9 @@ inline std::vector<Launch> schedule(const std::vector<MergeArgs>& group, double*
       launch->table->item_rows = static_cast<int32_t>(item_rows);
     }
     Table& table = *launch->table;
-    table.entries[table.num_entries++] = {args, stats, table.num_items};
+    Entry& entry = table.entries[table.num_entries++];
+    entry = {args, stats, table.num_items};
+    if (args.rank == 0) entry.args.scaling = 1.0f;  // see merge()
     table.num_items += static_cast<int32_t>(items);
     // As much of the rank as fits beside the ring; what is left over comes piece by piece.
     const int64_t rank_bytes = strip_bytes(operands, kStepRank);

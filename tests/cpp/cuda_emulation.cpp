@@ -47,8 +47,8 @@ void release([[maybe_unused]] void* address) {
 #endif
 }
 
-// The addresses of `order` stand for its order: two in turns, since a fiber may arrive at the next round while others have
-// not yet left this one, and must not be ordered after it.
+// The addresses of `order` stand for its order: two in turns, since a fiber may arrive at the next round while others
+// have not yet left this one, and must not be ordered after it.
 struct Barrier {
   unsigned arrived = 0, generation = 0;
   char order[2] = {};

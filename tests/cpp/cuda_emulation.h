@@ -246,6 +246,8 @@ inline void copy_async(void* shared, const void* global) {
   emulation::check_aligned(shared, 16, "cp.async: shared address not aligned to 16 bytes");
   emulation::check_aligned(global, 16, "cp.async: global address not aligned to 16 bytes");
   emulation::copies().back().push_back({shared, global});
+  static const char kUndefined[16] = {-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1};
+  emulation::copy_16(shared, kUndefined);  // until the copy is waited for
 }
 
 inline void copy_async_commit() { emulation::copies().emplace_back(); }

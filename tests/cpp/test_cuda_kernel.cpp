@@ -75,6 +75,7 @@ struct Options {
   double delta = 1.0;         // its size over base's
   float (*value)() = normal;  // of lora_A and lora_B
   int64_t shared_bytes = 227 * 1024;
+  int64_t min_items = 0;  // items as long as can be; else shorter ones
 };
 
 struct Problem {
@@ -119,7 +120,7 @@ struct Problem {
 
 template <cuda::Operands kOperands, int kBaseBytes>
 void run(const cuda::Table& table, int64_t shared_bytes, bool stats) {
-  const auto blocks = static_cast<unsigned>(std::min<int64_t>(3, table.num_items));
+  const auto blocks = static_cast<unsigned>(std::min<int64_t>(pick(1, 3), table.num_items));
   const auto seed = static_cast<unsigned>(pick(0, 3));
   if (stats) {
     emulation::launch(blocks, cuda::kThreads, shared_bytes, seed,
@@ -131,7 +132,7 @@ void run(const cuda::Table& table, int64_t shared_bytes, bool stats) {
 }
 
 void merge_all(const std::vector<MergeArgs>& group, double* stats, const Options& o) {
-  for (const cuda::Launch& launch : cuda::schedule(group, stats, o.fast, o.shared_bytes, 3)) {
+  for (const cuda::Launch& launch : cuda::schedule(group, stats, o.fast, o.shared_bytes, o.min_items)) {
     const auto with_operands = [&](auto operands) {
       if (launch.base_bytes == 4) {
         run<operands.value, 4>(*launch.table, launch.shared_bytes, stats != nullptr);
@@ -240,8 +241,8 @@ void every_combination_of_dtypes() {
         for (bool stats : {false, true}) {
           Options o;
           o.base = base, o.out = out, o.adapter = adapter, o.stats = stats;
-          o.pad = pick(0, 1) * 8, o.start = pick(0, 3) == 0, o.fast = pick(0, 3) == 0;
-          check("dtypes", {{33, 72, 17}, {3, 9, 4}}, o);
+          o.pad = pick(0, 1) * 8, o.start = pick(0, 3) == 0, o.fast = pick(0, 3) == 0, o.min_items = pick(0, 1) * 8;
+          check("dtypes", {{70, 40, 17}, {3, 9, 4}}, o);
         }
       }
     }
@@ -268,7 +269,7 @@ void large_ranks_and_ranks_that_do_not_fit() {
   check("rank 256 bfloat16", {{40, 136, 250}}, o);
   o = {};
   o.shared_bytes = 99 * 1024;  // what consumer GPUs have
-  check("in pieces", {{130, 72, 200}, {70, 130, 16}}, o);
+  check("in pieces", {{200, 24, 200}, {70, 130, 16}}, o);
   o.base = DType::kFloat32;
   check("in pieces of 16", {{70, 72, 70}}, o);
   check("in pieces, rank 1024", {{20, 24, 1024}}, o);
@@ -383,12 +384,12 @@ void a_table_of_hundreds_of_matrices_takes_few_launches() {
   check("table", shapes, o);
   std::vector<MergeArgs> group(224);
   for (MergeArgs& args : group) args.rows = args.cols = 4096, args.rank = 16;
-  const auto launches = cuda::schedule(group, nullptr, false, 227 * 1024, 264);
+  const auto launches = cuda::schedule(group, nullptr, false, 227 * 1024, 8 * 264);
   expect(launches.size() == 1, "224 matrices of one kind are one launch");
   expect(launches[0].table->num_items == 224 * 8 * 32, "items of 512 rows");
   for (MergeArgs& args : group) args.rank = 100000;
   for (int64_t limit : {99, 163, 227}) {
-    const auto launch = std::move(cuda::schedule(group, nullptr, false, limit * 1024, 264)[0]);
+    const auto launch = std::move(cuda::schedule(group, nullptr, false, limit * 1024, 8 * 264)[0]);
     expect(launch.shared_bytes <= limit * 1024 && launch.table->strip_ranks >= 16, "shared memory is bounded");
   }
   // Matrices of 2^37 elements, tall and wide, and more of them than one launch has items for.
@@ -400,7 +401,7 @@ void a_table_of_hundreds_of_matrices_takes_few_launches() {
     args.out_dtype = DType::kBFloat16;
   }
   int64_t items = 0, elements = 0, last_base = 0, last_out = 0, last_A = 0, last_B = 0;
-  for (const auto& launch : cuda::schedule(group, nullptr, false, 227 * 1024, 264)) {
+  for (const auto& launch : cuda::schedule(group, nullptr, false, 227 * 1024, 8 * 264)) {
     expect(launch.table->num_items > 0 && launch.table->num_items <= cuda::kMaxItems, "items of a launch");
     items += launch.table->num_items;
     for (int i = 0; i < launch.table->num_entries; ++i) {
@@ -420,12 +421,18 @@ void a_table_of_hundreds_of_matrices_takes_few_launches() {
 
 void small() {
   Options o;
-  check("small", {{3, 5, 2}, {65, 129, 13}, {200, 40, 16}}, o);
+  check("small", {{3, 5, 2}, {65, 129, 13}, {270, 40, 16}}, o);
   o.base = DType::kFloat32, o.adapter = DType::kBFloat16, o.in_place = true, o.out = DType::kFloat32;
-  check("small in place", {{70, 40, 16}}, o);
+  check("small in place", {{200, 40, 16}}, o);
   o = {};
   o.base = DType::kFloat32, o.shared_bytes = 99 * 1024;
-  check("small in pieces", {{130, 24, 60}}, o);
+  check("small in pieces", {{200, 24, 60}}, o);
+  o.min_items = 100;
+  check("small items", {{200, 24, 60}}, o);
+  o.min_items = 0, o.stats = false;
+  check("small casts", {{200, 500, 0}, {20, 700, 0}}, o);
+  o.base = DType::kBFloat16, o.out = DType::kFloat32;
+  check("small casts", {{200, 500, 0}, {20, 700, 0}}, o);
 }
 
 }  // namespace

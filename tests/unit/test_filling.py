@@ -67,7 +67,9 @@ class Device:
         merge = ops.merge_cast_grouped_
 
         def enqueue_merge(bases, lora_As, lora_Bs, scalings, outs, stats, **kw):
-            self.current.enqueue(f"{len(bases)} merges", lambda: merge(bases, lora_As, lora_Bs, scalings, outs, stats, **kw))
+            self.current.enqueue(
+                f"{len(bases)} merges", lambda: merge(bases, lora_As, lora_Bs, scalings, outs, stats, **kw)
+            )
 
         for module in (filling, merged_weights):
             monkeypatch.setattr(module, "queue_of", lambda device: self.current)
