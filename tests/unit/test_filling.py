@@ -176,9 +176,9 @@ def test_a_delta_that_is_not_finite_raises_before_a_tensor_of_its_batch_and_noth
     with torch.no_grad():
         model.base_model.model.model.layers[1].self_attn.v_proj.lora_B["default"].weight[0, 0] = float("nan")
     seen = []
+    weights = pass_over(model, device, offload=lambda: device.log.append("offload"))
     with pytest.raises(ValueError, match=r"layers.1.self_attn.v_proj.*not finite"):
-        for name, _ in pass_over(model, device, offload=lambda: device.log.append("offload")):
-            seen.append(name)
+        seen.extend(name for name, _ in weights)
     assert seen
     assert not any("layers.1.self_attn.v_proj" in name for name in seen)
     assert device.main.done == len(device.main.work), "what was enqueued ahead has ended"
