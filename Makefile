@@ -24,7 +24,7 @@ test: cpp-test py-test
 cpp-test: $(VENV)/installed
 	$(BIN)/cmake -S . -B build/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja)
 	$(BIN)/cmake --build build/cmake
-	$(BIN)/ctest --test-dir build/cmake --output-on-failure
+	$(BIN)/ctest --test-dir build/cmake --output-on-failure --parallel $(shell nproc)
 
 py-test: $(VENV)/built
 	$(BIN)/python -m pytest

@@ -15,6 +15,7 @@ from torch import nn
 from lora_stream.engine_state import EngineState, state_of
 from lora_stream.engines import STAGING_BYTES, Engine, by_url, engine_of
 from lora_stream.merged_weights import Stream
+from lora_stream.ops import Precision, is_fast
 from lora_stream.peft import read_model
 from lora_stream.plan import FUSED_MODULES, ParamMeta, Plan, Scope, build_plan, fused_unit
 from lora_stream.report import SyncReport
@@ -42,8 +43,9 @@ def sync(
     base_loaded: bool = False,
     wire_dtype: torch.dtype | None = None,
     adapter_name: str | None = None,
-    onload: Callable[[], object] | None = None,
-    offload: Callable[[], object] | None = None,
+    onload: Callable[..., object] | None = None,
+    offload: Callable[..., object] | None = None,
+    precision: Precision = "float32",
     weight_version: str | None = None,
     allow_unmoved: bool = False,
     in_place: bool = False,
@@ -61,7 +63,7 @@ def sync(
         engine was started on the very base weights of the model; later ones send what trains ("trained" scope).
         base_loaded does not count for an engine that says that somebody has sent it weights since.
     wire_dtype: None takes the engine's dtype, or bfloat16 where it has no wish.
-    adapter_name, onload, offload: as in ``stream``.
+    adapter_name, onload, offload, precision: as in ``stream``.
     weight_version: what the engine reports with its outputs from now on; None counts syncs.
     allow_unmoved: do not raise when an adapter that has moved changes nothing after rounding.
     in_place: write exactly the touched tensors where the engine keeps them, without vLLM's reload and without the siblings
@@ -75,6 +77,7 @@ def sync(
     text says what the engine holds now), UnmovedError when the sync changed nothing though the adapter has moved.
     """
     begin = time.perf_counter()
+    is_fast(precision)  # refuses what is no precision
     engine = by_url(engine)
     target = engine_of(engine, in_place=in_place, deadline_s=deadline_s, staging_bytes=staging_bytes)
     state = state_of(engine)
@@ -109,7 +112,7 @@ def sync(
 
     state.num_syncs += 1
     weight_version = weight_version if weight_version is not None else str(state.num_syncs)
-    stream = Stream(plan, onload=onload, offload=offload, staging=target.staging)
+    stream = Stream(plan, onload=onload, offload=offload, staging=target.staging, precision=precision)
     timed = _Timed(stream, on_tensor)
     begin_update = time.perf_counter()
     try:
@@ -119,7 +122,7 @@ def sync(
             raise RuntimeError(f"the engine took only {len(timed.sent)} of {len(plan.tasks)} tensors")
     except BaseException as error:
         stream.close()
-        restored = _restore(target, state, base_loaded, plan, timed.sent, groups, onload, offload, error)
+        restored = _restore(target, state, base_loaded, plan, timed.sent, groups, onload, offload, precision, error)
         if isinstance(error, RefusedError) or not isinstance(error, Exception):
             raise
         raise SyncError(f"sync failed at tensor {len(timed.sent)} of {len(plan.tasks)}: {error}; {restored}") from error
@@ -199,8 +202,9 @@ def _restore(
     plan: Plan,
     sent: Sequence[ParamMeta],
     groups: Sequence[Sequence[str]] | None,
-    onload: Callable[[], object] | None,
-    offload: Callable[[], object] | None,
+    onload: Callable[..., object] | None,
+    offload: Callable[..., object] | None,
+    precision: Precision,
     error: BaseException,
 ) -> str:
     """After a failed update: send the old values of all that may have been replaced. Says what the engine holds, and lets
@@ -224,6 +228,7 @@ def _restore(
             onload=onload,
             offload=offload,
             staging=target.staging,
+            precision=precision,
         )
         try:
             target.update(restoring.metadata(), restoring, state.weight_version)

@@ -1,6 +1,6 @@
 """Filling a batch: its merges and copies are enqueued where the weights lie, later waited for, and accounted.
 
-    Filling(batch) ──► wait() ──► hand_over(tensor), one by one
+    Filling(batch) ──► wait() ──► hand_over(tensor), one by one ──► announce()
 
 The CPU has finished when Filling() returns. A device runs ahead of the host: while one batch is handed over, the next one
 is being merged.
@@ -55,7 +55,8 @@ class Part(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What is filled in one go. `announce` is called when it is full."""
+    """What is filled in one go. `announce` is called when it is full and was handed over: what the consumer has not seen
+    yet nobody else has, so that a failed update can tell what it may have replaced."""
 
     parts: Iterable[Part]
     announce: Callable[[], None]
@@ -66,7 +67,7 @@ class Filling:
 
     def __init__(self, batch: Batch, *, precision: ops.Precision = "float32") -> None:
         self.parts = deque(batch.parts)
-        self._announce = batch.announce
+        self.announce = batch.announce
         self._merges: list[tuple[list[tuple[str, str, bool]], torch.Tensor]] = []  # whose, and their statistics
         self._queues: dict[torch.device, torch.Stream] = {}
         self._events: dict[torch.device, torch.Event] = {}
@@ -88,7 +89,7 @@ class Filling:
                 self._queues[device], self._events[device] = queue, queue.record_event()
 
     def wait(self) -> list[tuple[str, Rounding, bool]]:
-        """Until the batch is full; announces it. Returns for each merged part the tensor's name, what rounding did, and
+        """Until the batch is full. Returns for each merged part the tensor's name, what rounding did, and
         whether it is the tensor's first part. Raises ValueError where a delta is not finite."""
         self.settle()
         found = []
@@ -108,7 +109,6 @@ class Filling:
                     checksum=int(checksum),
                 )
                 found.append((name, rounding, is_first))
-        self._announce()
         return found
 
     def settle(self) -> None:

@@ -253,7 +253,7 @@ def _generate(
                 filling[0].hand_over(parts[0].out)
                 stats.sent.append(parts[0].task.meta)
                 yield parts[0].task.meta.name, parts.popleft().out  # held nowhere else: dropping it is the release
-            filling.popleft()
+            filling.popleft().announce()
     finally:
         for late in filling:
             late.settle()  # before its memory is used for something else

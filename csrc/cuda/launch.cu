@@ -59,10 +59,13 @@ class OnDevice {
 cudaError_t launch_all(const std::vector<MergeArgs>& group, double* stats, bool fast, int device, cudaStream_t stream) {
   const OnDevice on_device(device);
   if (on_device.error() != cudaSuccess) return on_device.error();
-  int multiprocessors = 0, max_shared_bytes = 0;
+  int multiprocessors = 0, max_shared_bytes = 0, all_shared_bytes = 0;
   cudaError_t error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
   if (error == cudaSuccess) {
     error = cudaDeviceGetAttribute(&max_shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  }
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&all_shared_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
   }
   if (error != cudaSuccess) return error;
 
@@ -70,6 +73,12 @@ cudaError_t launch_all(const std::vector<MergeArgs>& group, double* stats, bool 
     const Kernel kernel = kernel_of(launch, stats != nullptr);
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  static_cast<int>(launch.shared_bytes));
+    // Shared memory for two blocks, and the rest for the cache, in which two warps each find the same rows of lora_B.
+    const int64_t carveout = (2 * (launch.shared_bytes + 1024) * 100 + all_shared_bytes - 1) / all_shared_bytes;
+    if (error == cudaSuccess) {
+      error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                   static_cast<int>(std::min<int64_t>(100, carveout)));
+    }
     int blocks = 0;
     if (error == cudaSuccess) {
       error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, launch.shared_bytes);
