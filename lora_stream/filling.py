@@ -68,6 +68,7 @@ class Filling:
     def __init__(self, batch: Batch, *, precision: ops.Precision = "float32") -> None:
         self.parts = deque(batch.parts)
         self.announce = batch.announce
+        self.num_bytes = sum(part.out.nbytes for part in self.parts)
         self._merges: list[tuple[list[tuple[str, str, bool]], torch.Tensor]] = []  # whose, and their statistics
         self._queues: dict[torch.device, torch.Stream] = {}
         self._events: dict[torch.device, torch.Event] = {}
@@ -89,8 +90,8 @@ class Filling:
                 self._queues[device], self._events[device] = queue, queue.record_event()
 
     def wait(self) -> list[tuple[str, Rounding, bool]]:
-        """Until the batch is full. Returns for each merged part the tensor's name, what rounding did, and
-        whether it is the tensor's first part. Raises ValueError where a delta is not finite."""
+        """Until the batch is full. Returns for each merged part the tensor's name, what rounding did, and whether it is
+        the tensor's first part. Raises ValueError where a delta is not finite."""
         self.settle()
         found = []
         for owners, statistics in self._merges:
@@ -200,7 +201,8 @@ def _merge(
         base = part.task.base.detach()[rows]
         # The kernel wants a row's elements adjacent; a base that was loaded transposed is copied, one tensor at a time.
         bases.append(base if base.stride(1) == 1 else base.contiguous())
-        pairs.append((lora_A, lora_B[rows], scaling))
+        # The base may be offloaded, and the adapter not: the merge is where the base is.
+        pairs.append((lora_A.to(device), lora_B[rows].to(device), scaling))
         if _is_near(part.out, device) or (writes_to_host() and _is_pinned(part.out)):
             outs.append(part.out)
         else:

@@ -39,7 +39,7 @@ class PassStats:
 class Staging(Protocol):
     """Where a pass puts its tensors."""
 
-    num_bytes: int  # of memory that it holds now
+    num_bytes: int  # of memory that it holds for good; 0 where every batch gets its own
     seconds_waited: float  # for room, in this pass
 
     def batches(self, plan: Plan) -> Iterator[Batch]:
@@ -56,7 +56,6 @@ class FreshStaging:
 
     def batches(self, plan: Plan) -> Iterator[Batch]:
         for bucket in plan.buckets(self._bucket_bytes):
-            self.num_bytes = sum(task.meta.num_bytes for task in bucket)
             # No name for the list: the tensors are held by who takes them alone.
             yield Batch(
                 [
@@ -239,7 +238,8 @@ def _generate(
                     filling.append(Filling(batch, precision=precision))
                     del batch  # the tensors are held by who takes them alone
                     stats.seconds_merge += time.perf_counter() - begin
-                    stats.peak_staging_bytes = max(stats.peak_staging_bytes, staging.num_bytes * len(filling))
+                    alive = sum(each.num_bytes for each in filling)
+                    stats.peak_staging_bytes = max(stats.peak_staging_bytes, staging.num_bytes, alive)
                 continue
             begin = time.perf_counter()
             for name, rounding, is_first in filling[0].wait():
