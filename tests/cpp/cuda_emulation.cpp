@@ -200,10 +200,13 @@ void launch(unsigned blocks, unsigned threads, std::size_t shared_bytes, void (*
     block.barrier = {};
     block.alive = threads;
     // On the heap, where AddressSanitizer sees what goes past it. NaNs in every dtype.
-    block.shared = static_cast<unsigned char*>(std::aligned_alloc(128, (shared_bytes + 127) / 128 * 128));
+    const std::size_t offset = fault == Fault::kMisalignedMemory ? 2 : 0;
+    auto* const memory =
+        static_cast<unsigned char*>(std::aligned_alloc(128, (shared_bytes + offset + 127) / 128 * 128));
+    block.shared = memory + offset;
     std::memset(block.shared, 0xff, shared_bytes);
     run_block(block, seed != 0 ? &generator : nullptr);
-    std::free(block.shared);
+    std::free(memory);
   }
 }
 

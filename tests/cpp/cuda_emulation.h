@@ -38,7 +38,16 @@ struct Index {
 };
 
 // Mistakes that a test can order, to see that they are noticed.
-enum class Fault { kNone, kNoBarrierBefore, kNoBarrierAfter, kNoWarpBarrier, kNoWait, kShortMemory, kMissedBarrier };
+enum class Fault {
+  kNone,
+  kNoBarrierBefore,
+  kNoBarrierAfter,
+  kNoWarpBarrier,
+  kNoWait,
+  kShortMemory,
+  kMisalignedMemory,
+  kMissedBarrier
+};
 extern Fault fault;
 // Whether the tensor cores cut addends below the last bits of the largest, and the sum, as hardware was seen to do.
 extern bool cut_sums;

@@ -445,6 +445,7 @@ int main(int argc, char** argv) {
   if (fault == "no_warp_barrier") emulation::fault = Fault::kNoWarpBarrier;
   if (fault == "no_wait") emulation::fault = Fault::kNoWait;
   if (fault == "short_memory") emulation::fault = Fault::kShortMemory;
+  if (fault == "misaligned_memory") emulation::fault = Fault::kMisalignedMemory;
   if (fault == "missed_barrier") emulation::fault = Fault::kMissedBarrier;
   small();
   if (suite == "all") {

@@ -104,6 +104,32 @@ def assert_same(got, want):
 
 
 @pytest.mark.parametrize("num_slots", [2, 3, 8])
+def test_one_slot_is_filled_while_the_one_before_is_not_yet_published(num_slots):
+    """As a device does, which runs a batch ahead."""
+    sender, (receiver,) = connect(num_slots=num_slots)
+    tensors = [(f"t{i}", torch.randn(200)) for i in range(12)]  # one fills a slot
+    for _ in range(2):
+        begin(sender, [receiver])
+        reader = Reader(receiver, metadata_of(tensors))
+        publish_last = None
+        for (_, outs, publish), (_, tensor) in zip(sender._slots_for(metadata_of(tensors)), tensors, strict=True):
+            outs[0].copy_(tensor)
+            if publish_last is not None:
+                publish_last()
+            publish_last = publish
+        publish_last()
+        assert_same(reader.result(), tensors)
+    # An update that was given up leaves no slot out of use.
+    begin(sender, [receiver])
+    next(sender._slots_for(metadata_of(tensors)))
+    sender.abort("a test")
+    begin(sender, [receiver])
+    reader = Reader(receiver, metadata_of(tensors))
+    list(sender.copy_in(metadata_of(tensors), iter(tensors)))
+    assert_same(reader.result(), tensors)
+
+
+@pytest.mark.parametrize("num_slots", [2, 3, 8])
 @pytest.mark.parametrize("slot_bytes", [256, 1024, 1 << 20])
 def test_tensors_arrive_bitwise_at_receivers_of_any_speed_and_appetite(num_slots, slot_bytes):
     sender, receivers = connect(3, num_slots=num_slots, slot_bytes=slot_bytes)
