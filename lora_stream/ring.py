@@ -116,7 +116,9 @@ class Sender:
             )
 
     def wait_for(self, ready: Callable[[float], bool], what: str) -> None:
-        """Until `ready(seconds)`, which waits as long at most, is true, while the receivers live."""
+        """Until `ready(seconds)`, which waits as long at most, is true, while the receivers live. Nobody else watches: what
+        would raise because the engine's call is over must not, where that is what is waited for."""
+        self._watch = _nothing
         self._wait(lambda us: ready(us / 1e6), self.receivers, what)
 
     def batches(self, plan: Plan) -> Iterator[Batch]:

@@ -129,6 +129,28 @@ def test_one_slot_is_filled_while_the_one_before_is_not_yet_published(num_slots)
     assert_same(reader.result(), tensors)
 
 
+def test_a_call_that_ends_between_two_looks_at_it_has_ended_well():
+    sender, (receiver,) = connect()
+    is_over = threading.Event()
+
+    def watch():
+        if is_over.is_set():
+            raise RuntimeError("the call came back before everything was taken")
+
+    begin(sender, [receiver], watch)
+    tensors = [("t", torch.randn(5))]
+    reader = Reader(receiver, metadata_of(tensors))
+    list(sender.copy_in(metadata_of(tensors), iter(tensors)))
+    reader.result()
+
+    def wait(_seconds):
+        was_over = is_over.is_set()
+        is_over.set()  # just after the look
+        return was_over
+
+    sender.wait_for(wait, "to end")
+
+
 @pytest.mark.parametrize("num_slots", [2, 3, 8])
 @pytest.mark.parametrize("slot_bytes", [256, 1024, 1 << 20])
 def test_tensors_arrive_bitwise_at_receivers_of_any_speed_and_appetite(num_slots, slot_bytes):

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.vllm
 
 @pytest.fixture(scope="module")
 def llm(base):
-    engine = live.make_llm_in_processes(base, "bfloat16", 2)
+    engine = live.make_llm_in_processes(base, "bfloat16", 2, worker_extension_cls="tests.vllm.packing.Packing")
     yield engine
     live.shut_down(engine)
 
@@ -113,34 +113,15 @@ def test_a_model_of_another_size_is_refused_by_name_untouched(llm, base, model):
 def test_in_place_is_refused_by_name_where_the_engine_packs_its_weights(llm, model):
     lora_stream.sync(model, llm, full=True, allow_unmoved=True)
     old = live.logprobs(llm)
-    packs = llm.collective_rpc(_compute_from_a_copy)
+    llm.collective_rpc("compute_from_a_copy")
     try:
         with pytest.raises(
             ValueError, match=r"layers\.0\..*: cannot be written in place, the engine .*pass in_place=False"
         ):
             lora_stream.sync(model, llm, in_place=True)
     finally:
-        llm.collective_rpc(_compute_as_before)
+        llm.collective_rpc("compute_as_before")
     assert live.logprobs(llm) == old
-    assert len(set(packs)) == 1, "workers of one kind of processor"
-
-
-def _compute_from_a_copy(worker):
-    """vLLM packs weights where the processor's oneDNN can multiply them packed, which is not so for bfloat16 everywhere.
-    Where it does not, one layer gets the look of it. Returns whether vLLM has done it by itself."""
-    layer = worker.model_runner.get_model().model.layers[0].self_attn.qkv_proj
-    compute = layer.cpu_linear
-    if compute.__closure__:
-        return True
-    layer.cpu_linear = lambda x, weight, bias: compute(x, weight, bias)
-    layer.cpu_linear_before = compute
-    return False
-
-
-def _compute_as_before(worker):
-    layer = worker.model_runner.get_model().model.layers[0].self_attn.qkv_proj
-    if (compute := layer.__dict__.pop("cpu_linear_before", None)) is not None:
-        layer.cpu_linear = compute
 
 
 def test_a_busy_engine_is_refused_untouched(llm, model):
