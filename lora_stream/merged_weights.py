@@ -24,6 +24,9 @@ from lora_stream.peft import read_model
 from lora_stream.plan import FUSED_MODULES, ParamMeta, Plan, Scope, build_plan
 
 BUCKET_BYTES = 64 * 1024 * 1024
+# A device merges a bucket of the size above faster than Python prepares the next one; this is a layer of a model of 8 G
+# parameters.
+DEVICE_BUCKET_BYTES = 512 * 1024 * 1024
 
 
 @dataclass(kw_only=True)
@@ -49,13 +52,16 @@ class Staging(Protocol):
 class FreshStaging:
     """New tensors, a bucket at a time; each belongs to who takes it."""
 
-    def __init__(self, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(self, bucket_bytes: int | None = None) -> None:
         self._bucket_bytes = bucket_bytes
         self.num_bytes = 0
         self.seconds_waited = 0.0
 
     def batches(self, plan: Plan) -> Iterator[Batch]:
-        for bucket in plan.buckets(self._bucket_bytes):
+        bucket_bytes = self._bucket_bytes
+        if bucket_bytes is None:
+            bucket_bytes = DEVICE_BUCKET_BYTES if _is_on_device(plan) else BUCKET_BYTES
+        for bucket in plan.buckets(bucket_bytes):
             # No name for the list: the tensors are held by who takes them alone.
             yield Batch(
                 [
@@ -80,7 +86,7 @@ class MergedWeights:
     adapter_name: the adapter to merge; None merges the active ones, summed.
     onload, offload: called before the first tensor and once after the last, on every way out. Where they take an argument
         it is the list of the parameters that the pass reads: in the trained scope the rest may stay where it is.
-    bucket_bytes: how much is merged ahead of the consumer.
+    bucket_bytes: how much is merged ahead of the consumer; None takes BUCKET_BYTES, or DEVICE_BUCKET_BYTES on a device.
     precision: of the product on CUDA devices, see ops.merge_cast_.
     fused_modules: names of modules that the engine stacks into one, see plan.py.
 
@@ -96,11 +102,11 @@ class MergedWeights:
         adapter_name: str | None = None,
         onload: Callable[..., object] | None = None,
         offload: Callable[..., object] | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         precision: ops.Precision = "float32",
         fused_modules: Sequence[Sequence[str]] = FUSED_MODULES,
     ) -> None:
-        if bucket_bytes <= 0:
+        if bucket_bytes is not None and bucket_bytes <= 0:
             raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
         ops.is_fast(precision)
         self._precision: ops.Precision = precision
@@ -226,7 +232,7 @@ def _generate(
             _call(onload, plan)
             versions, ready = _Versions(plan), _Ready(plan)
         # A device merges one batch while the one before is consumed; the host does one thing at a time.
-        ahead = 1 if any(queue_of(task.base.device) is not None for task in plan.tasks) else 0
+        ahead = 1 if _is_on_device(plan) else 0
         has_more = True
         while has_more or filling:
             if has_more and len(filling) <= ahead:
@@ -273,6 +279,10 @@ def _call(load: Callable[..., object], plan: Plan) -> None:
     except ValueError:  # a builtin that does not tell
         takes = False
     load(plan.tensors()) if takes else load()
+
+
+def _is_on_device(plan: Plan) -> bool:
+    return any(queue_of(task.base.device) is not None for task in plan.tasks)
 
 
 def _nothing() -> None:

@@ -202,6 +202,14 @@ def test_a_pass_that_is_closed_early_waits_for_what_it_has_enqueued_ahead(model,
     assert device.log[-1] == "offload"
 
 
+def test_a_device_gets_larger_batches_than_the_host(model, device, monkeypatch):
+    """It merges a small one before the next is prepared."""
+    monkeypatch.setattr(merged_weights, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(merged_weights, "DEVICE_BUCKET_BYTES", 1 << 30)
+    list(MergedWeights(model, scope="trained"))
+    assert len([entry for entry in device.log if entry.startswith("enqueue")]) == 1
+
+
 def test_two_batches_at_most_are_alive(model, device):
     stream = pass_over(model, device)
     for _ in stream:
