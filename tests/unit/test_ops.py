@@ -336,6 +336,14 @@ def test_any_pair_is_laid_out_for_the_cuda_kernel_without_changing_its_product(
         assert last * A.element_size() <= A.untyped_storage().nbytes()
 
 
+def test_rows_of_lora_A_are_filled_up_to_eight_elements_where_the_kernel_would_read_past_the_last():
+    lora_A = torch.randn(4, 12)  # rows are aligned to 16 bytes as they are
+    A, _ = ops.laid_out(lora_A, torch.randn(3, 4))
+    assert A.stride(0) == 16
+    assert A.untyped_storage().nbytes() == 4 * 16 * 4
+    assert torch.equal(A, lora_A)
+
+
 def test_pairs_of_the_usual_kind_are_not_copied_for_the_cuda_kernel():
     for dtype in DTYPES:
         lora_A, lora_B = torch.randn(8, 64).to(dtype), torch.randn(48, 8).to(dtype)
