@@ -2,9 +2,7 @@
 //
 //   merge_cast_          one matrix
 //   merge_cast_grouped_  many matrices in one parallel loop, with optional rounding statistics
-//   _merge_cast_cuda_    what lora_stream/ops.py makes of both on a CUDA device, whose current stream C++ cannot learn
-//   in
-//                        a way that all torch versions share
+//   _merge_cast_cuda_    what lora_stream/ops.py makes of both on a CUDA device: only there the current stream is known
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -252,7 +250,7 @@ void merge_cast_(const Tensor& base, const Tensor& lora_A, const Tensor& lora_B,
 
 // What merge_kernel.h asks for; lora_stream/ops.py makes copies of pairs that lie otherwise.
 void check_layout(const MergeArgs& args) {
-  if (args.rank == 0) return;
+  if (args.rows == 0 || args.cols == 0 || args.rank == 0) return;  // nothing of them is read
   const auto aligned = [](const void* data, int64_t stride_bytes, int64_t bytes) {
     return (reinterpret_cast<uintptr_t>(data) | static_cast<uintptr_t>(stride_bytes)) % bytes == 0;
   };

@@ -37,8 +37,8 @@ def merge_cast_(
 
     Against the exact sum the error is at most half a step of out's dtype plus
     ``2**-18 * (|base| + |scaling| * sum_k |lora_B[i, k] * lora_A[k, j]|)`` for rank up to 1024. precision="fast" makes
-    that 2**-15 on CUDA devices, where lora_A and lora_B are float32 or differ in dtype, for half the arithmetic: it pays
-    from about rank 64 on. Elsewhere it changes nothing.
+    that 2**-15 on CUDA devices, where lora_A and lora_B are float32 or differ in dtype, for half the arithmetic; it
+    is meant for ranks from 64 on, where that may take longer than the memory. Elsewhere it changes nothing.
 
     Raises RuntimeError for a wrong shape, dtype, device or stride, where out overlaps an input without being base, and on
     CUDA devices where this build has no kernel for them.
@@ -118,12 +118,17 @@ def _merge_cast_grouped_cuda_(bases, lora_As, lora_Bs, scalings, outs, stats=Non
             "merge_cast_: this build of lora_stream has no kernel for CUDA devices: install it again with "
             "LORA_STREAM_CUDA=1, which needs nvcc 12.1 or later, or merge on the CPU"
         )
+    device = bases[0].device if bases else torch.device("cuda")
+    torch._check(
+        device.type == "cuda",
+        lambda: f"merge_cast_: all tensors must be on one device, but the first base is on {device} and others are not",
+    )
     pairs = [laid_out(lora_A, lora_B) for lora_A, lora_B in zip(lora_As, lora_Bs, strict=False)]
     if len(lora_As) == len(lora_Bs):
         lora_As, lora_Bs = [A for A, _ in pairs], [B for _, B in pairs]
     if stats is not None:
         stats.zero_()
-    stream = torch.cuda.current_stream(bases[0].device if bases else None).cuda_stream
+    stream = torch.cuda.current_stream(device).cuda_stream
     torch.ops.lora_stream._merge_cast_cuda_(bases, lora_As, lora_Bs, scalings, outs, stats, stream, fast)
     if stats is not None:
         stats[:, 4].remainder_(2.0**32)  # checksums: whole numbers below 2**53, so this is exact

@@ -336,7 +336,7 @@ def test_any_pair_is_laid_out_for_the_cuda_kernel_without_changing_its_product(
         assert last * A.element_size() <= A.untyped_storage().nbytes()
 
 
-def test_rows_of_lora_A_are_filled_up_to_eight_elements_where_the_kernel_would_read_past_the_last():
+def test_rows_of_the_first_factor_are_filled_up_to_eight_elements_where_the_kernel_would_read_past_the_last():
     lora_A = torch.randn(4, 12)  # rows are aligned to 16 bytes as they are
     A, _ = ops.laid_out(lora_A, torch.randn(3, 4))
     assert A.stride(0) == 16
@@ -356,6 +356,13 @@ def test_a_build_without_the_cuda_kernel_says_how_to_build_it(monkeypatch):
     """The function that is registered for CUDA, here on CPU tensors."""
     monkeypatch.setattr(_C, "cuda_architectures", "")
     with pytest.raises(RuntimeError, match=r"no kernel for CUDA devices: install it again with LORA_STREAM_CUDA=1"):
+        ops._merge_cast_cuda_(torch.zeros(4, 5), *pair(4, 5, 2), 1.0, torch.zeros(4, 5))
+
+
+def test_a_base_on_the_host_beside_an_out_on_a_device_is_refused(monkeypatch):
+    """The function that is registered for CUDA, which torch then calls."""
+    monkeypatch.setattr(_C, "cuda_architectures", "sm_90")
+    with pytest.raises(RuntimeError, match="the first base is on cpu and others are not"):
         ops._merge_cast_cuda_(torch.zeros(4, 5), *pair(4, 5, 2), 1.0, torch.zeros(4, 5))
 
 
