@@ -92,7 +92,7 @@ __device__ __forceinline__ void copy_async_wait() {
 
 // What many blocks read: through the caches.
 template <class T>
-__device__ __forceinline__ T load_shared_input(const T* global) {
+__device__ __forceinline__ T load_cached(const T* global) {
   return __ldg(global);
 }
 

@@ -173,7 +173,7 @@ __device__ __forceinline__ bool stage_lora_A(const MergeArgs& args, int col, int
                         ((rank_begin + rank) * args.lora_A_strides[0] + col + group * 8) * (2 * kWords);
 #pragma unroll
       for (int load = 0; load < kLoads; ++load) {
-        const uint4 x = load_shared_input(reinterpret_cast<const uint4*>(row) + load);
+        const uint4 x = load_cached(reinterpret_cast<const uint4*>(row) + load);
         words[4 * load] = x.x, words[4 * load + 1] = x.y, words[4 * load + 2] = x.z, words[4 * load + 3] = x.w;
       }
     }
@@ -214,10 +214,10 @@ __device__ __forceinline__ Pairs<kOperands> load_lora_B(const MergeArgs& args, i
     if (lane.row + (i & 1) * 8 >= rows || (i >> 1) * 8 >= ranks_left) continue;
     const char* pair = corner + ((i & 1) * 8 * args.lora_B_strides[0] + (i >> 1) * 8) * (2 * kWords);
     if constexpr (kWords == 2) {
-      const uint2 x = load_shared_input(reinterpret_cast<const uint2*>(pair));
+      const uint2 x = load_cached(reinterpret_cast<const uint2*>(pair));
       pairs.words[i][0] = x.x, pairs.words[i][1] = x.y;
     } else {
-      pairs.words[i][0] = load_shared_input(reinterpret_cast<const uint32_t*>(pair));
+      pairs.words[i][0] = load_cached(reinterpret_cast<const uint32_t*>(pair));
     }
   }
   return pairs;
@@ -424,14 +424,14 @@ __device__ __forceinline__ void sum_again(const MergeArgs& args, int row, int ro
   const float* B = static_cast<const float*>(args.lora_B) + (row + lane.row) * args.lora_B_strides[0];
 #pragma unroll 1
   for (int64_t k = 0; k < args.rank; ++k, ++B, A += args.lora_A_strides[0]) {
-    const float b0 = lane.row < rows ? load_shared_input(B) : 0.0f;
-    const float b1 = lane.row + 8 < rows ? load_shared_input(B + 8 * args.lora_B_strides[0]) : 0.0f;
+    const float b0 = lane.row < rows ? load_cached(B) : 0.0f;
+    const float b1 = lane.row + 8 < rows ? load_cached(B + 8 * args.lora_B_strides[0]) : 0.0f;
 #pragma unroll
     for (int c = 0; c < kTileCols / 32; ++c) {
       if (c * 32 + lane.quad * 8 >= cols) continue;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float4 x = load_shared_input(reinterpret_cast<const float4*>(A + c * 32) + half);
+        const float4 x = load_cached(reinterpret_cast<const float4*>(A + c * 32) + half);
         const float a[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
         for (int j = 0; j < 4; ++j) {

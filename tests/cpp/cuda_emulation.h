@@ -272,7 +272,7 @@ void copy_async_wait() {
 }
 
 template <class T>
-T load_shared_input(const T* global) {
+T load_cached(const T* global) {
   emulation::check_aligned(global, sizeof(T), "ld.global: address not aligned");
   T value;
   std::memcpy(&value, global, sizeof value);
