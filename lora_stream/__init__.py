@@ -3,11 +3,13 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lora_stream.engine_sync import SyncError, UnmovedError, sync
+    from lora_stream.engine_side import SyncError
+    from lora_stream.engine_sync import UnmovedError, sync
     from lora_stream.merged_weights import MergedWeights, Stream, stream
     from lora_stream.plan import ParamMeta, Plan
     from lora_stream.report import SyncReport
     from lora_stream.ring import PeerLostError, TransferError
+    from lora_stream.shards import RankError
     from lora_stream.vllm.clients import RayClient, ServerClient
 
 _HOMES = {
@@ -15,10 +17,11 @@ _HOMES = {
     "ParamMeta": "plan",
     "PeerLostError": "ring",
     "Plan": "plan",
+    "RankError": "shards",
     "RayClient": "vllm.clients",
     "ServerClient": "vllm.clients",
     "Stream": "merged_weights",
-    "SyncError": "engine_sync",
+    "SyncError": "engine_side",
     "SyncReport": "report",
     "TransferError": "ring",
     "UnmovedError": "engine_sync",
@@ -30,6 +33,7 @@ __all__ = [
     "ParamMeta",
     "PeerLostError",
     "Plan",
+    "RankError",
     "RayClient",
     "ServerClient",
     "Stream",

@@ -7,24 +7,21 @@ mixture that is taken for good.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
 
-from lora_stream.engine_state import EngineState, state_of
-from lora_stream.engines import STAGING_BYTES, Engine, by_url, engine_of
-from lora_stream.merged_weights import Stream
+from lora_stream.engine_side import Outcome, Side, SyncError, Timed
+from lora_stream.engines import STAGING_BYTES
+from lora_stream.merged_weights import Stream, logger, ranks_of
 from lora_stream.ops import Precision, is_fast
-from lora_stream.peft import read_model
-from lora_stream.plan import FUSED_MODULES, ParamMeta, Plan, Scope, build_plan, fused_unit
+from lora_stream.plan import ParamMeta, Plan
 from lora_stream.report import SyncReport
-from lora_stream.ring import DEADLINE_S, PeerLostError
+from lora_stream.ring import DEADLINE_S
+from lora_stream.shards import RankError, Ranks
 from lora_stream.vllm.channel import RefusedError
-
-
-class SyncError(RuntimeError):
-    """A sync failed after the engine began to load. The text says which weights the engine now holds."""
 
 
 class UnmovedError(RuntimeError):
@@ -37,7 +34,7 @@ class UnmovedError(RuntimeError):
 
 def sync(
     model: nn.Module,
-    engine: object,
+    engine: object | None,
     *,
     full: bool = False,
     base_loaded: bool = False,
@@ -51,14 +48,17 @@ def sync(
     in_place: bool = False,
     deadline_s: float = DEADLINE_S,
     staging_bytes: int = STAGING_BYTES,
+    bucket_bytes: int | None = None,
     on_tensor: Callable[[ParamMeta, Plan], object] | None = None,
 ) -> SyncReport:
-    """Send the model's merged weights to the engine.
+    """Send the model's merged weights to the engine. Of a sharded model every rank calls it, see engine.
 
     engine: a ``vllm.LLM``, in this process or with its engine core in others; the URL of a vLLM server on this host, or a
         ``ServerClient``; a Ray actor that wraps an engine on this host, or a ``RayClient`` of several; a client of
         your own with vLLM's four weight-transfer calls; any object with ``load_weights(iterable of (name, tensor))``.
         Except for an LLM in this process, vLLM must run with ``weight_transfer_config={"backend": "lora_stream"}``.
+        None on the ranks of a sharded trainer that have none: they take part in the gathers and never hold a whole
+        tensor. Several ranks may have one each. All ranks end with a report, or all raise where an engine failed.
     full: send every tensor. Without it the first sync to an engine sends everything, unless base_loaded says that the
         engine was started on the very base weights of the model; later ones send what trains ("trained" scope).
         base_loaded does not count for an engine that says that somebody has sent it weights since.
@@ -71,72 +71,74 @@ def sync(
     deadline_s: the longest silence of an engine in other processes, in seconds, before the sync fails.
     staging_bytes: shared memory to such an engine, held from the first sync on for as long as the engine's object, or
         this process for a URL.
+    bucket_bytes: what a sharded trainer gathers at once, as in ``stream``.
     on_tensor: called with each tensor's meta and the plan when the engine asks for it (progress bars).
 
     Raises ValueError before anything is sent for what cannot be merged or loaded, SyncError when loading failed (its
-    text says what the engine holds now), UnmovedError when the sync changed nothing though the adapter has moved.
+    text says what the engine holds now), UnmovedError when the sync changed nothing though the adapter has moved, RankError
+    where the ranks disagree or one is lost.
     """
     begin = time.perf_counter()
     is_fast(precision)  # refuses what is no precision
-    engine = by_url(engine)
-    target = engine_of(engine, in_place=in_place, deadline_s=deadline_s, staging_bytes=staging_bytes)
-    state = state_of(engine)
-    if state.model is None or state.model() is not model:
-        state.forget(model)
-    if state.synced and target.fingerprint() != state.fingerprint:
-        state.needs_full = True  # somebody else has written to the engine, or it slept its weights away, or restarted
-    if target.is_mixture or (not state.synced and not target.is_pristine):
-        state.needs_full = True  # what another sender left in it
-
-    records = read_model(model, adapter_name=adapter_name)
-    groups = None if in_place else (*FUSED_MODULES, *target.fused_modules)
-
-    def plan_of(scope: Scope) -> Plan:
-        return build_plan(
-            records,
-            wire_dtype=wire_dtype or target.wire_dtype or torch.bfloat16,
-            scope=scope,
-            fused_modules=groups,
-        )
-
-    everything = plan_of("all")
-    plan = everything
-    if not full and not state.needs_full and (state.synced or base_loaded):
-        trained = plan_of("trained")
-        # Another adapter may have other targets: the old ones' weights must go back then, by a full sync.
-        if state.covered_by(trained):
-            plan = trained
+    side = Side(model, adapter_name=adapter_name, wire_dtype=wire_dtype, in_place=in_place)
+    prepare = partial(
+        side.prepare, engine, full=full, base_loaded=base_loaded, deadline_s=deadline_s, staging_bytes=staging_bytes
+    )
+    ranks = ranks_of(model)
+    wishes = ranks.agree(prepare, "prepare the sync")
+    everything, plan = side.plans(wishes)
     seconds_plan = time.perf_counter() - begin
-    target.check(plan.metadata())
+    versions = ranks.agree(lambda: side.check(plan, weight_version), "check the sync")
+    version = next((found for found in versions.values() if found is not None), "")
     seconds_check = time.perf_counter() - begin - seconds_plan
 
-    state.num_syncs += 1
-    weight_version = weight_version if weight_version is not None else str(state.num_syncs)
-    stream = Stream(plan, onload=onload, offload=offload, staging=target.staging, precision=precision)
-    timed = _Timed(stream, on_tensor)
+    def stream_of(plan: Plan, receives: bool) -> Stream:
+        return Stream(
+            plan,
+            ranks=ranks,
+            receives=receives,
+            onload=onload,
+            offload=offload,
+            staging=None if side.target is None else side.target.staging,
+            bucket_bytes=bucket_bytes,
+            precision=precision,
+        )
+
     begin_update = time.perf_counter()
+    stream = stream_of(plan, side.target is not None)
+    timed = Timed(stream, on_tensor)
+    error: BaseException | None = None
     try:
-        target.pause()
-        target.update(plan.metadata(), timed, weight_version)
-        if len(timed.sent) < len(plan.tasks):
-            raise RuntimeError(f"the engine took only {len(timed.sent)} of {len(plan.tasks)} tensors")
-    except BaseException as error:
-        stream.close()
-        restored = _restore(target, state, base_loaded, plan, timed.sent, groups, onload, offload, precision, error)
-        if isinstance(error, RefusedError) or not isinstance(error, Exception):
-            raise
-        raise SyncError(f"sync failed at tensor {len(timed.sent)} of {len(plan.tasks)}: {error}; {restored}") from error
+        stream.begin()
+        side.update(plan, timed, version)
+    except BaseException as caught:
+        if not stream.is_agreed:
+            raise  # on all ranks; the engine knows nothing of it
+        error = caught
     finally:
         stream.close()
-    seconds_waited = target.staging.seconds_waited
-    _resume(target)
-    seconds_update = time.perf_counter() - begin_update
-
     stats = stream.stats
-    moved_names = state.moved_adapters(plan, stats.rounding)
-    unmoved = tuple(name for name in moved_names if state.is_unmoved(name, stats.rounding[name]))
+    own = side.outcome(plan, stats.rounding, stats.sent, base_loaded, error)
+    outcomes = _tell(ranks, own, error, stats.is_lost)
+    failures = {
+        rank: f"sync failed at tensor {outcome.num_sent} of {len(plan.tasks)}: {outcome.error}; "
+        + side.restore(outcome, plan, error if rank == ranks.rank else None, stream_of)
+        for rank, outcome in outcomes.items()
+        if outcome.error is not None and outcome.token is not None
+    }
+    if error is None:
+        side.resume()
+    seconds_waited = 0.0 if side.target is None else side.target.staging.seconds_waited
+    seconds_update = time.perf_counter() - begin_update
+    rounding = next((each.rounding for each in outcomes.values() if each.token is not None and each.error is None), {})
+    moved = {name for outcome in outcomes.values() for name in outcome.moved}
+    moved_names = [task.meta.name for task in plan.tasks if task.meta.name in moved]
+    unmoved = tuple(name for name in moved_names if name in rounding and side.state.is_unmoved(name, rounding[name]))
+    is_silent = moved_names and len(unmoved) == len(moved_names) and not any(o.moved_copies for o in outcomes.values())
+    side.remember(outcomes, plan, version)
+    _raise_failures(failures, ranks, error)
     report = SyncReport(
-        weight_version=weight_version,
+        weight_version=version,
         scope=plan.scope,
         merged=plan.names("merged"),
         copied=plan.names("copied"),
@@ -144,6 +146,9 @@ def sync(
         consumed=plan.names("consumed"),
         num_bytes=plan.num_bytes,
         num_bytes_left=everything.num_bytes - plan.num_bytes,
+        num_bytes_gathered=stats.traffic.gathered,
+        num_bytes_crossed=stats.traffic.crossed,
+        made_on=dict(stats.traffic.made_on),
         peak_staging_bytes=stats.peak_staging_bytes,
         seconds={
             "plan": seconds_plan,
@@ -153,13 +158,12 @@ def sync(
             "engine": seconds_update - timed.seconds + seconds_waited,
             "total": time.perf_counter() - begin,
         },
-        seconds_loading=target.seconds_loading,
-        rounding=stats.rounding,
+        seconds_loading=None if side.target is None else side.target.seconds_loading,
+        rounding=rounding,
         unmoved_targets=unmoved,
     )
-    silent = moved_names and len(unmoved) == len(moved_names) and not state.moved_copies(plan)
-    state.remember(plan, stats.rounding, weight_version, target.fingerprint())
-    if silent and not allow_unmoved:
+    logger.info("weight version %s: %s", version, report.line())
+    if is_silent and not allow_unmoved:
         raise UnmovedError(
             f"the adapter has moved but none of the {len(unmoved)} targets has: every update was smaller than a rounding "
             f"step of {plan.tasks[0].meta.dtype}, or the engine was sent what it had; check the learning rate and "
@@ -169,83 +173,26 @@ def sync(
     return report
 
 
-class _Timed:
-    """Passes a stream on; knows how long it took and what has gone out."""
-
-    def __init__(self, stream: Stream, on_tensor: Callable[[ParamMeta, Plan], object] | None) -> None:
-        self._stream = stream
-        self._on_tensor = on_tensor
-        self.seconds = 0.0
-
-    @property
-    def sent(self) -> list[ParamMeta]:
-        return self._stream.stats.sent
-
-    def __iter__(self) -> "_Timed":
-        return self
-
-    def __next__(self) -> tuple[str, torch.Tensor]:
-        begin = time.perf_counter()
+def _tell(ranks: Ranks, own: Outcome, error: BaseException | None, is_lost: bool) -> dict[int, Outcome]:
+    """Everybody's outcome; only this rank's where others are lost, with which nothing can be restored then."""
+    late: Exception | None = None
+    if not is_lost:
         try:
-            item = next(self._stream)
-        finally:
-            self.seconds += time.perf_counter() - begin
-        if self._on_tensor is not None:
-            self._on_tensor(self.sent[-1], self._stream.plan)
-        return item
+            return ranks.exchange(own, "tell how the sync went")
+        except RankError as caught:
+            late = caught
+    if error is None:
+        own.error = str(late)
+    own.to_restore = own.to_restore if own.num_sent == 0 else None
+    return {ranks.rank: own}
 
 
-def _restore(
-    target: Engine,
-    state: EngineState,
-    base_loaded: bool,
-    plan: Plan,
-    sent: Sequence[ParamMeta],
-    groups: Sequence[Sequence[str]] | None,
-    onload: Callable[..., object] | None,
-    offload: Callable[..., object] | None,
-    precision: Precision,
-    error: BaseException,
-) -> str:
-    """After a failed update: send the old values of all that may have been replaced. Says what the engine holds, and lets
-    it go on, unless that is a mixture."""
-    if isinstance(error, PeerLostError):
-        state.needs_full = True
-        return "the engine does not answer any more: start it anew, the next sync will be a full one"
-    if sent:
-        known = (state.synced or base_loaded) and not state.needs_full
-        # Only a finished sync, this one or a restoring one, clears it.
-        state.needs_full = True
-        mixture = "it must get a full sync, as the next one will be; until then it stays paused, if it was"
-        if not known:
-            return f"the engine may hold a mixture of old and new weights: {mixture}"
-        units = {fused_unit(meta.name, groups) for meta in sent}
-        old = [state.old_task(task) for task in plan.tasks if fused_unit(task.meta.name, groups) in units]
-        if None in old:
-            return f"the engine may hold a mixture of old and new weights: {mixture}"
-        restoring = Stream(
-            Plan(tasks=tuple(old), scope=plan.scope, account={}),
-            onload=onload,
-            offload=offload,
-            staging=target.staging,
-            precision=precision,
-        )
-        try:
-            target.update(restoring.metadata(), restoring, state.weight_version)
-        except Exception as failure:
-            return f"restoring its old weights failed too ({failure}): {mixture}"
-        finally:
-            restoring.close()
-        state.needs_full = False
-    try:
-        target.resume()
-    except Exception as failure:
-        return f"the engine is on its old weights, but could not be resumed ({failure})"
-    return "the engine was put back on its old weights" if sent else "the engine holds its old weights"
-
-
-def _resume(target: Engine) -> None:
-    try:
-        target.resume()
-    except Exception as error:
-        raise SyncError(f"the engine holds the new weights, but could not be resumed: {error}") from error
+def _raise_failures(failures: dict[int, str], ranks: Ranks, error: BaseException | None) -> None:
+    if isinstance(error, RefusedError) or (error is not None and not isinstance(error, Exception)):
+        raise error
+    if ranks.rank in failures:
+        raise SyncError(failures[ranks.rank]) from error
+    if error is not None:
+        raise error
+    for rank, text in failures.items():
+        raise SyncError(f"on rank {rank}: {text}")

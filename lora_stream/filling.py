@@ -15,7 +15,9 @@ from typing import NamedTuple
 
 import torch
 
-from lora_stream import ops
+from lora_stream import ops, shards
+from lora_stream.gathering import Arrived, Gathering, Report
+from lora_stream.merging import Merge, Pair, Traffic, merge
 from lora_stream.plan import Task
 
 
@@ -51,7 +53,16 @@ class Part(NamedTuple):
 
     @property
     def is_last(self) -> bool:
-        return self.end == self.task.base.numel()
+        return self.end == self.numel
+
+    @property
+    def is_all(self) -> bool:
+        return self.begin == 0 and self.is_last
+
+    @property
+    def numel(self) -> int:
+        """Of the whole tensor."""
+        return torch.Size(self.task.meta.shape).numel()
 
 
 class Batch(NamedTuple):
@@ -65,19 +76,39 @@ class Batch(NamedTuple):
 class Filling:
     """A batch on its way. `parts` are still to be handed over."""
 
-    def __init__(self, batch: Batch, *, precision: ops.Precision = "float32") -> None:
+    def __init__(
+        self,
+        batch: Batch,
+        *,
+        precision: ops.Precision = "float32",
+        gathering: Gathering | None = None,
+        traffic: Traffic | None = None,
+    ) -> None:
+        """gathering: where the tensors that are not whole on this rank come from. traffic: counts what is done."""
         self.parts = deque(batch.parts)
         self.announce = batch.announce
         self.num_bytes = sum(part.out.nbytes for part in self.parts)
-        self._merges: list[tuple[list[tuple[str, str, bool]], torch.Tensor]] = []  # whose, and their statistics
+        self._traffic = Traffic() if traffic is None else traffic
+        self._precision: ops.Precision = precision
+        # What was merged here, whether from its first element on, and its statistics. Not the parts, which hold `out`.
+        self._merges: list[tuple[list[tuple[Task, bool]], torch.Tensor]] = []
+        self._reports: list[tuple[Report, torch.Tensor]] = []  # of buckets that were gathered, as they come to the host
+        self._gathered: set[str] = set()  # checkpoint names of tensors from those buckets whose first part is here
         self._queues: dict[torch.device, torch.Stream] = {}
         self._events: dict[torch.device, torch.Event] = {}
         self._copied: list[torch.Event] = []
+        self._devices = {part.out.device for part in self.parts}
         try:
             # The consumer may be in inference mode; what it gets must be an ordinary tensor all the same.
             with torch.inference_mode(False), torch.no_grad():
-                for device in {part.task.base.device for part in self.parts}:
-                    self._fill([part for part in self.parts if part.task.base.device == device], device, precision)
+                own: dict[torch.device, list[Part]] = {}
+                for part in self.parts:
+                    if gathering is not None and gathering.holds(part.task):
+                        self._take(part, gathering.arrived(part.task))
+                    else:
+                        own.setdefault(_workplace(part), []).append(part)
+                for device, parts in own.items():
+                    self._fill(parts, device)
         except BaseException:
             self._record()
             self.settle()
@@ -85,31 +116,24 @@ class Filling:
         self._record()
 
     def _record(self) -> None:
-        for device in {d for part in self.parts for d in (part.task.base.device, part.out.device)}:
+        for device in self._devices:
             if (queue := queue_of(device)) is not None:
                 self._queues[device], self._events[device] = queue, queue.record_event()
 
     def wait(self) -> list[tuple[str, Rounding, bool]]:
         """Until the batch is full. Returns for each merged part the tensor's name, what rounding did, and whether it is
-        the tensor's first part. Raises ValueError where a delta is not finite."""
+        the tensor's first part; for a gathered tensor all of it comes with the first. Raises ValueError where a delta is not
+        finite, RankError where another rank could not send its part."""
         self.settle()
         found = []
-        for owners, statistics in self._merges:
-            for (name, fqn, is_first), row in zip(owners, statistics.tolist(), strict=True):
-                changed, unmoved, kept_sq, delta_sq, checksum = row
-                if not math.isfinite(delta_sq):
-                    raise ValueError(
-                        f"{fqn}: the delta of its adapter is not finite (NaN or infinity in lora_A or lora_B, or an "
-                        "overflow); the engine keeps its weights. Look for a diverged training step"
-                    )
-                rounding = Rounding(
-                    changed=int(changed),
-                    unmoved=int(unmoved),
-                    kept_sq=kept_sq,
-                    delta_sq=delta_sq,
-                    checksum=int(checksum),
-                )
-                found.append((name, rounding, is_first))
+        for merged, statistics in self._merges:
+            for (task, is_first), row in zip(merged, statistics.tolist(), strict=True):
+                found.append((task.meta.name, _rounding(task, row), is_first))
+        for report, headers in self._reports:
+            rows = report.read(headers)
+            for task in report.merged:
+                if task.meta.name in self._gathered:
+                    found.append((task.meta.name, _rounding(task, rows[task.meta.name]), True))
         return found
 
     def settle(self) -> None:
@@ -125,21 +149,59 @@ class Filling:
             queue.wait_event(self._events[tensor.device])
             tensor.record_stream(queue)
 
-    def _fill(self, parts: Sequence[Part], device: torch.device, precision: ops.Precision) -> None:
+    def _take(self, part: Part, arrived: Arrived) -> None:
+        """From a bucket that was gathered."""
+        if part.begin == 0:
+            self._gathered.add(part.task.meta.name)
+        for report in arrived.reports:
+            if all(report is not known for known, _ in self._reports):
+                on_host = report.headers if queue_of(report.headers.device) is None else _bring_to_host(report.headers)
+                self._reports.append((report, on_host))
+        for source, out in arrived.copies(part.task, part.begin, part.end, part.out):
+            self._devices.add(source.device)
+            self._copy_one(source, out)
+
+    def _fill(self, parts: Sequence[Part], device: torch.device) -> None:
+        self._devices.add(device)
         queue = queue_of(device)
         far: list[tuple[torch.Tensor, torch.Tensor]] = []  # made on the device, to be copied to where they go
         for part in parts:
             if not part.task.adapters:
-                base = part.task.base
-                is_whole = part.begin == 0 and part.is_last
-                source = base if is_whole else base.reshape(-1)[part.begin : part.end].view(part.out.shape)
-                part.out.copy_(source, non_blocking=queue is not None and _is_pinned(part.out))
+                base = shards.local(part.task.base)
+                source = base if part.is_all else base.reshape(-1)[part.begin : part.end].view(part.out.shape)
+                self._copy_one(source, part.out)
+                self._traffic.made_on[device.type] += part.out.nbytes
         merges = [part for part in parts if part.task.adapters]
         if merges:
-            owners = [(part.task.meta.name, part.task.fqn, part.begin == 0) for part in merges]
-            self._merges.append((owners, _merge(merges, device, far, precision)))
+            merged = [(part.task, part.begin == 0) for part in merges]
+            self._merges.append((merged, self._merge(merges, device, far)))
         if far:
             self._copy(far, queue)
+
+    def _merge(
+        self, parts: Sequence[Part], device: torch.device, far: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> torch.Tensor:
+        """All merges in one call of the grouped kernel. Returns their statistics, on the host when the device has got
+        there."""
+        merges = []
+        for part in parts:
+            rows = _rows(part)
+            base = self._traffic.to(shards.local(part.task.base)[rows], device)
+            out = part.out
+            if not (_is_near(out, device) or (writes_to_host() and _is_pinned(out))):
+                out = torch.empty_like(part.out, device=device)
+                far.append((out, part.out))
+                self._traffic.cross(out, part.out.device)
+            merges.append(Merge(base, _pairs(part.task, rows), out))
+        statistics = merge(merges, precision=self._precision, traffic=self._traffic)
+        return statistics if queue_of(device) is None else _bring_to_host(statistics)
+
+    def _copy_one(self, source: torch.Tensor, out: torch.Tensor) -> None:
+        """On the current stream. With another device, a cast is made before the way if that makes it shorter."""
+        if source.device != out.device and out.dtype.itemsize < source.dtype.itemsize:
+            source = source.to(out.dtype)
+        self._traffic.cross(source, out.device)
+        out.copy_(source, non_blocking=queue_of(source.device) is not None and _is_pinned(out))
 
     def _copy(self, far: Sequence[tuple[torch.Tensor, torch.Tensor]], queue: "torch.Stream | None") -> None:
         if queue is None:
@@ -187,59 +249,44 @@ def _is_pinned(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.is_pinned()
 
 
-def _merge(
-    parts: Sequence[Part],
-    device: torch.device,
-    far: list[tuple[torch.Tensor, torch.Tensor]],
-    precision: ops.Precision,
-) -> torch.Tensor:
-    """All merges in one call of the grouped kernel. Returns their statistics, on the host when the device has got there."""
-    bases, pairs, outs = [], [], []
-    for part in parts:
-        rows = _rows(part)
-        lora_A, lora_B, scaling = _summed(part.task)
-        base = part.task.base.detach()[rows]
-        # The kernel wants a row's elements adjacent; a base that was loaded transposed is copied, one tensor at a time.
-        bases.append(base if base.stride(1) == 1 else base.contiguous())
-        # The base may be offloaded, and the adapter not: the merge is where the base is.
-        pairs.append((lora_A.to(device), lora_B[rows].to(device), scaling))
-        if _is_near(part.out, device) or (writes_to_host() and _is_pinned(part.out)):
-            outs.append(part.out)
-        else:
-            outs.append(torch.empty_like(part.out, device=device))
-            far.append((outs[-1], part.out))
-    found = torch.empty(len(parts), ops.NUM_STATS, dtype=torch.float64, device=device)
-    lora_As, lora_Bs, scalings = zip(*pairs, strict=True)
-    ops.merge_cast_grouped_(bases, list(lora_As), list(lora_Bs), list(scalings), outs, found, precision=precision)
-    return found if queue_of(device) is None else _bring_to_host(found)
-
-
 def _bring_to_host(tensor: torch.Tensor) -> torch.Tensor:
     """On the host once the device has got there."""
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def _rows(part: Part) -> slice:
-    cols = part.task.base.shape[1]
-    if part.begin % max(cols, 1) or part.end % max(cols, 1):
+def _rounding(task: Task, row: Sequence[float]) -> Rounding:
+    changed, unmoved, kept_sq, delta_sq, checksum = row
+    if not math.isfinite(delta_sq):
         raise ValueError(
-            f"{part.task.fqn}: a slot of the staging does not hold one of its rows of {cols} elements; make slots larger"
+            f"{task.fqn}: the delta of its adapter is not finite (NaN or infinity in lora_A or lora_B, or an overflow); the "
+            "engine keeps its weights. Look for a diverged training step"
         )
-    return slice(None) if cols == 0 else slice(part.begin // cols, part.end // cols)
-
-
-def _summed(task: Task) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """One pair (lora_A, lora_B, scaling) for the sum of the task's adapters: concatenated along the rank, with differing
-    scalings multiplied into lora_B in float32."""
-    first, *others = task.adapters
-    if not others:
-        return first.lora_A.detach(), first.lora_B.detach(), first.scaling
-    if all(adapter.scaling == first.scaling for adapter in others):
-        scalings, scaling = [1.0] * len(task.adapters), first.scaling
-    else:
-        scalings, scaling = [adapter.scaling for adapter in task.adapters], 1.0
-    lora_A = torch.cat([adapter.lora_A.detach().float() for adapter in task.adapters])
-    lora_B = torch.cat(
-        [adapter.lora_B.detach().float() * s for adapter, s in zip(task.adapters, scalings, strict=True)], dim=1
+    return Rounding(
+        changed=int(changed), unmoved=int(unmoved), kept_sq=kept_sq, delta_sq=delta_sq, checksum=int(checksum)
     )
-    return lora_A, lora_B, scaling
+
+
+def _workplace(part: Part) -> torch.device:
+    """Where the part is made: where its base lies. A base on the host whose tensor goes to a device moves there first only
+    if that is less to move than the tensor."""
+    base, out = part.task.base, part.out
+    is_shorter = base.dtype.itemsize < out.dtype.itemsize
+    return out.device if part.task.adapters and base.device.type == "cpu" and is_shorter else base.device
+
+
+def _rows(part: Part) -> slice:
+    """Of the tensor's first dimension: rows of a matrix, or experts."""
+    size = part.numel // max(part.task.meta.shape[0], 1)
+    if part.begin % max(size, 1) or part.end % max(size, 1):
+        raise ValueError(
+            f"{part.task.fqn}: a slot of the staging does not hold one of its rows of {size} elements; make slots larger"
+        )
+    return slice(None) if size == 0 else slice(part.begin // size, part.end // size)
+
+
+def _pairs(task: Task, rows: slice) -> list[Pair]:
+    pairs = []
+    for adapter in task.adapters:
+        lora_A, lora_B = adapter.factors(shards.local(adapter.lora_A), shards.local(adapter.lora_B))
+        pairs.append((lora_A if lora_A.dim() == 2 else lora_A[rows], lora_B[rows], adapter.scaling))
+    return pairs

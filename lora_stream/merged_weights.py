@@ -6,27 +6,41 @@ A yielded tensor belongs to the consumer: it is contiguous, shares no storage wi
 The live model is only read. Merging goes batch by batch, into memory that a *staging* gives: fresh tensors, of which at most
 one bucket, or one larger tensor, is alive on this side (two on a device, which merges one while the other is consumed), or
 the slots of a ring that another process reads.
+
+Of a sharded model every rank iterates, and gathers its buckets with the others, see gathering.py. A pass that ends early goes
+on taking part, so that nobody waits for it; one that fails tells the others.
 """
 
+import contextlib
+import hashlib
 import inspect
+import logging
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal, Protocol
 
 import torch
 from torch import nn
 
-from lora_stream import ops
+from lora_stream import fsdp1, ops, shards
 from lora_stream.filling import Batch, Filling, Part, Rounding, queue_of
+from lora_stream.gathering import Gathering, needs_gather, uninterrupted
+from lora_stream.merging import Traffic
 from lora_stream.peft import read_model
-from lora_stream.plan import FUSED_MODULES, ParamMeta, Plan, Scope, build_plan
+from lora_stream.plan import FUSED_MODULES, ParamMeta, Plan, Scope, Task, build_plan
+from lora_stream.shards import RankError, Ranks
+
+logger = logging.getLogger("lora_stream")
 
 BUCKET_BYTES = 64 * 1024 * 1024
-# A device merges a bucket of the size above faster than Python prepares the next one; this is a layer of a model of 8 G
-# parameters.
-DEVICE_BUCKET_BYTES = 512 * 1024 * 1024
+# A device merges a bucket of the size above faster than Python prepares the next one.
+DEVICE_BUCKET_BYTES = 256 * 1024 * 1024
+
+Gather = Literal["all", "sender"]
 
 
 @dataclass(kw_only=True)
@@ -37,6 +51,8 @@ class PassStats:
     peak_staging_bytes: int = 0
     sent: list[ParamMeta] = field(default_factory=list)
     rounding: dict[str, Rounding] = field(default_factory=dict)  # by checkpoint name
+    traffic: Traffic = field(default_factory=Traffic)
+    is_lost: bool = False  # a gather failed: the ranks are no more where they should be
 
 
 class Staging(Protocol):
@@ -52,45 +68,56 @@ class Staging(Protocol):
 class FreshStaging:
     """New tensors, a bucket at a time; each belongs to who takes it."""
 
-    def __init__(self, bucket_bytes: int | None = None) -> None:
+    def __init__(self, bucket_bytes: int | None = None, device: torch.device | None = None) -> None:
+        """device: where they are; None: where their base lies."""
         self._bucket_bytes = bucket_bytes
+        self._device = device
         self.num_bytes = 0
         self.seconds_waited = 0.0
 
     def batches(self, plan: Plan) -> Iterator[Batch]:
-        bucket_bytes = self._bucket_bytes
-        if bucket_bytes is None:
-            bucket_bytes = DEVICE_BUCKET_BYTES if _is_on_device(plan) else BUCKET_BYTES
-        for bucket in plan.buckets(bucket_bytes):
-            # No name for the list: the tensors are held by who takes them alone.
-            yield Batch(
-                [
-                    Part(
-                        task,
-                        0,
-                        task.base.numel(),
-                        torch.empty(task.meta.shape, dtype=task.meta.dtype, device=task.base.device),
-                    )
-                    for task in bucket
-                ],
-                announce=_nothing,
-            )
+        for bucket in plan.buckets(bucket_bytes_for(plan, self._bucket_bytes)):
+            if any(map(needs_gather, bucket)):
+                # They lie in a gathered bucket already: no more than one of them at a time shall be there twice.
+                for task in bucket:
+                    yield Batch([self._part(task)], announce=_nothing)
+            else:
+                # No name for the list: the tensors are held by who takes them alone.
+                yield Batch([self._part(task) for task in bucket], announce=_nothing)
+
+    def _part(self, task: Task) -> Part:
+        device = task.base.device if self._device is None else self._device
+        out = torch.empty(task.meta.shape, dtype=task.meta.dtype, device=device)
+        return Part(task, 0, out.numel(), out)
+
+
+def bucket_bytes_for(plan: Plan, bucket_bytes: int | None) -> int:
+    if bucket_bytes is not None:
+        return bucket_bytes
+    return DEVICE_BUCKET_BYTES if _is_on_device(plan) else BUCKET_BYTES
 
 
 class MergedWeights:
     """The merged weights of a model under checkpoint names; each ``iter()`` is a fresh pass.
 
-    model: a PEFT model or a plain module, wrappers at any depth.
+    model: a PEFT model or a plain module, wrappers at any depth; sharded by FSDP2 or FSDP1, on all ranks.
     wire_dtype: dtype of floating-point tensors as yielded; None keeps each as the parameter is.
     scope: "all", or "trained": merged targets and whatever else trains, closed over what vLLM stacks with them.
     adapter_name: the adapter to merge; None merges the active ones, summed.
     onload, offload: called before the first tensor and once after the last, on every way out. Where they take an argument
-        it is the list of the parameters that the pass reads: in the trained scope the rest may stay where it is.
-    bucket_bytes: how much is merged ahead of the consumer; None takes BUCKET_BYTES, or DEVICE_BUCKET_BYTES on a device.
+        it is the list of the parameters that are read: in the trained scope the rest stays where it is, and what is
+        sharded comes and goes bucket by bucket. A model that lies on the host needs neither: it is merged there.
+    bucket_bytes: how much is merged ahead of the consumer, and gathered at once; None takes BUCKET_BYTES, or
+        DEVICE_BUCKET_BYTES on a device. Memory above the model: two buckets and the largest tensor.
+    device: where the yielded tensors are; None: where they were made, which is where the base lies.
     precision: of the product on CUDA devices, see ops.merge_cast_.
     fused_modules: names of modules that the engine stacks into one, see plan.py.
+    gather: of a sharded model: "all" yields every tensor on every rank; "sender" on those that send them on, the others
+        take part, get nothing and never hold a whole tensor.
+    is_sender: whether this rank is one; None: the first rank is. There may be several.
 
-    Raises ValueError at once for a model that cannot be merged right, naming the tensor and what to do.
+    Raises ValueError at once for a model that cannot be merged right, naming the tensor and what to do; of a sharded model
+    on all ranks, there when they begin a pass. A pass raises RankError where the ranks disagree or one is lost.
     """
 
     def __init__(
@@ -103,11 +130,16 @@ class MergedWeights:
         onload: Callable[..., object] | None = None,
         offload: Callable[..., object] | None = None,
         bucket_bytes: int | None = None,
+        device: torch.device | str | None = None,
         precision: ops.Precision = "float32",
         fused_modules: Sequence[Sequence[str]] = FUSED_MODULES,
+        gather: Gather = "all",
+        is_sender: bool | None = None,
     ) -> None:
         if bucket_bytes is not None and bucket_bytes <= 0:
             raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
+        if gather not in ("all", "sender"):
+            raise ValueError(f'gather must be "all" or "sender", got {gather!r}')
         ops.is_fast(precision)
         self._precision: ops.Precision = precision
         self._model = model
@@ -117,12 +149,23 @@ class MergedWeights:
         self._onload = onload
         self._offload = offload
         self._bucket_bytes = bucket_bytes
+        self._device = None if device is None else torch.device(device)
         self._fused_modules = fused_modules
-        self.plan = self._build_plan()
+        self._gather: Gather = gather
+        self._is_sender = is_sender
+        self.plan, self._ranks = self._build_plan()
 
-    def _build_plan(self) -> Plan:
-        records = read_model(self._model, adapter_name=self._adapter_name)
-        return build_plan(records, wire_dtype=self._wire_dtype, scope=self._scope, fused_modules=self._fused_modules)
+    def _build_plan(self) -> tuple[Plan, Ranks]:
+        ranks = ranks_of(self._model)
+        try:
+            records = read_model(self._model, adapter_name=self._adapter_name)
+            plan = build_plan(
+                records, wire_dtype=self._wire_dtype, scope=self._scope, fused_modules=self._fused_modules
+            )
+        except BaseException as error:
+            refuse(ranks, error)
+            raise
+        return plan, ranks
 
     def metadata(self) -> list[ParamMeta]:
         """What iteration yields, element for element: name, wire dtype, full shape. No communication."""
@@ -136,15 +179,49 @@ class MergedWeights:
 
         Raises ValueError if the model would now yield other names, dtypes or shapes than ``metadata()`` said.
         """
-        return self.stream_into(FreshStaging(self._bucket_bytes))
+        return self.stream_into(FreshStaging(self._bucket_bytes, self._device))
 
     def stream_into(self, staging: "Staging") -> "Stream":
         """A fresh pass that puts its tensors where `staging` says; otherwise as ``iter()``."""
-        plan = self._build_plan()  # afresh: scalings and active adapters are read when a pass begins
+        plan, ranks = self._build_plan()  # afresh: scalings and active adapters are read when a pass begins
         if plan.metadata() != self.metadata():
-            raise ValueError("the model's adapters or parameters have changed since; make a new MergedWeights")
+            error = ValueError("the model's adapters or parameters have changed since; make a new MergedWeights")
+            refuse(ranks, error)
+            raise error
         self.plan = plan
-        return Stream(plan, onload=self._onload, offload=self._offload, staging=staging, precision=self._precision)
+        return self._stream(plan, ranks, staging)
+
+    def first_pass(self) -> "Stream":
+        """A pass over the weights as they were when this was made, at once."""
+        return self._stream(self.plan, self._ranks, FreshStaging(self._bucket_bytes, self._device))
+
+    def _stream(self, plan: Plan, ranks: Ranks, staging: "Staging") -> "Stream":
+        is_sender = ranks.is_first if self._is_sender is None else self._is_sender
+        return Stream(
+            plan,
+            ranks=ranks,
+            receives=self._gather == "all" or is_sender,
+            onload=self._onload,
+            offload=self._offload,
+            staging=staging,
+            bucket_bytes=self._bucket_bytes,
+            precision=self._precision,
+        )
+
+
+def ranks_of(model: nn.Module) -> Ranks:
+    """Who holds parts of the model."""
+    return shards.all_ranks() if fsdp1.is_used_in(model) else shards.ranks_of(model)
+
+
+def refuse(ranks: Ranks, error: BaseException) -> None:
+    """Tell the other ranks, which begin a pass, that this one cannot."""
+    if not ranks.is_alone:
+        logger.error("rank %d cannot stream, and tells the other ranks: %s", ranks.rank, error)
+        ranks.refuse(error, _BEGIN)
+
+
+_BEGIN = "begin to stream the model"
 
 
 def stream(
@@ -155,38 +232,70 @@ def stream(
     adapter_name: str | None = None,
     onload: Callable[..., object] | None = None,
     offload: Callable[..., object] | None = None,
+    bucket_bytes: int | None = None,
+    device: torch.device | str | None = None,
     precision: ops.Precision = "float32",
+    gather: Gather = "all",
+    is_sender: bool | None = None,
 ) -> "Stream":
     """One pass over the model's merged weights: an iterator of ``(checkpoint name, tensor)`` and a context manager.
 
-    The arguments are those of MergedWeights, and so are the errors.
+    The arguments are those of MergedWeights, and so are the errors. Of a sharded model every rank calls it and reads it, or
+    closes it once it has begun; the others go on without a rank that stops.
     """
-    weights = MergedWeights(model, wire_dtype=wire_dtype, scope=scope, adapter_name=adapter_name, precision=precision)
-    return Stream(weights.plan, onload=onload, offload=offload, precision=precision)
+    return MergedWeights(
+        model,
+        wire_dtype=wire_dtype,
+        scope=scope,
+        adapter_name=adapter_name,
+        onload=onload,
+        offload=offload,
+        bucket_bytes=bucket_bytes,
+        device=device,
+        precision=precision,
+        gather=gather,
+        is_sender=is_sender,
+    ).first_pass()
 
 
 class Stream:
     """One pass. ``offload`` runs exactly once, however the pass ends: exhausted, closed, dropped, or by an error.
 
-    With a staging of its own, what is yielded is that staging's memory.
+    With a staging of its own, what is yielded is that staging's memory. Of a sharded model a pass that has begun takes part
+    in all its gathers, however it ends.
     """
 
     def __init__(
         self,
         plan: Plan,
         *,
+        ranks: Ranks | None = None,
+        receives: bool = True,
         onload: Callable[..., object] | None = None,
         offload: Callable[..., object] | None = None,
         staging: Staging | None = None,
+        bucket_bytes: int | None = None,
         precision: ops.Precision = "float32",
     ) -> None:
+        """ranks: who goes through this pass together; receives: whether this rank is to get the tensors."""
         self.plan = plan
         self.stats = PassStats()
+        self._has_begun = False
+        self.is_agreed = False
         # No reference from the generator back to self: a dropped Stream must close it at once, not at the next
         # collection of cycles.
-        staging = FreshStaging() if staging is None else staging
         self._generator = _generate(
-            plan, onload, offload, staging, self.stats, _Versions(plan), _Ready(plan), precision
+            plan,
+            Ranks([]) if ranks is None else ranks,
+            receives,
+            onload,
+            offload,
+            FreshStaging() if staging is None else staging,
+            bucket_bytes_for(plan, bucket_bytes),
+            precision,
+            self.stats,
+            _Versions(plan),
+            _Ready(plan),
         )
         # A generator that was never started skips its `finally`; so start it here, up to a first empty yield.
         next(self._generator)
@@ -194,10 +303,18 @@ class Stream:
     def metadata(self) -> list[ParamMeta]:
         return self.plan.metadata()
 
+    def begin(self) -> None:
+        """Agree with the other ranks on the pass now, and not at the first tensor. Raises on all of them if one cannot."""
+        if not self._has_begun:
+            self._has_begun = True
+            next(self._generator)
+            self.is_agreed = True
+
     def __iter__(self) -> "Stream":
         return self
 
     def __next__(self) -> tuple[str, torch.Tensor]:
+        self.begin()
         return next(self._generator)
 
     def close(self) -> None:
@@ -212,28 +329,34 @@ class Stream:
 
 def _generate(
     plan: Plan,
+    ranks: Ranks,
+    receives: bool,
     onload: Callable[..., object] | None,
     offload: Callable[..., object] | None,
     staging: Staging,
+    bucket_bytes: int,
+    precision: ops.Precision,
     stats: PassStats,
     versions: "_Versions",
     ready: "_Ready",
-    precision: ops.Precision,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     # No context manager may be open at a yield: a no_grad() would hold in the consumer until it asks again.
-    loaded = onload is None
+    loading = _Loading(onload, offload, plan)
     batches = staging.batches(plan)
     filling: deque[Filling] = deque()
+    gathering: Gathering | None = None
     try:
         yield  # type: ignore[misc]  # Stream.__init__ stops here
+        with uninterrupted():  # an interrupt after they agreed would leave the others in the first gather
+            gathering = _agree(plan, ranks, receives, bucket_bytes, precision, stats.traffic, loading)
+        yield  # type: ignore[misc]  # Stream.begin stops here
         versions.check()
         if onload is not None:
-            loaded = True  # first: an onload that fails halfway is undone as well
-            _call(onload, plan)
+            loading.begin()
             versions, ready = _Versions(plan), _Ready(plan)
         # A device merges one batch while the one before is consumed; the host does one thing at a time.
         ahead = 1 if _is_on_device(plan) else 0
-        has_more = True
+        has_more = receives
         while has_more or filling:
             if has_more and len(filling) <= ahead:
                 has_more = (batch := _next_batch(batches)) is not None
@@ -241,11 +364,11 @@ def _generate(
                     versions.check()
                     ready.wait()
                     begin = time.perf_counter()
-                    filling.append(Filling(batch, precision=precision))
+                    filling.append(Filling(batch, precision=precision, gathering=gathering, traffic=stats.traffic))
                     del batch  # the tensors are held by who takes them alone
-                    stats.seconds_merge += time.perf_counter() - begin
-                    alive = sum(each.num_bytes for each in filling)
+                    alive = sum(each.num_bytes for each in filling) + (gathering.num_bytes if gathering else 0)
                     stats.peak_staging_bytes = max(stats.peak_staging_bytes, staging.num_bytes, alive)
+                    stats.seconds_merge += time.perf_counter() - begin
                 continue
             begin = time.perf_counter()
             for name, rounding, is_first in filling[0].wait():
@@ -260,25 +383,146 @@ def _generate(
                 stats.sent.append(parts[0].task.meta)
                 yield parts[0].task.meta.name, parts.popleft().out  # held nowhere else: dropping it is the release
             filling.popleft().announce()
+        if gathering is not None:  # a rank that gets nothing
+            versions.check()
+            ready.wait()
+            gathering.finish()
+    except GeneratorExit:
+        raise  # the consumer wants no more; the others get theirs
+    except BaseException as error:
+        if gathering is not None:
+            gathering.fail(error)
+        raise
     finally:
-        for late in filling:
-            late.settle()  # before its memory is used for something else
-        batches.close()  # type: ignore[attr-defined]
-        if loaded and offload is not None:
-            _call(offload, plan)
+        try:
+            for late in filling:
+                late.settle()  # before its memory is used for something else
+            batches.close()  # type: ignore[attr-defined]
+            if gathering is not None:
+                gathering.drain()
+        finally:
+            stats.is_lost = gathering is not None and gathering.is_lost
+            loading.end()
 
 
-def _call(load: Callable[..., object], plan: Plan) -> None:
-    """Call onload or offload, with the parameters that the pass reads if it takes an argument."""
+def _agree(
+    plan: Plan,
+    ranks: Ranks,
+    receives: bool,
+    bucket_bytes: int,
+    precision: ops.Precision,
+    traffic: Traffic,
+    loading: "_Loading",
+) -> Gathering | None:
+    """Make sure that all ranks go through the same pass. Returns its gathers; None where there are none."""
+    lines = [*map(_describe, plan.tasks), f"buckets of {bucket_bytes} bytes"]
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    found = ranks.agree(lambda: (digest, receives), _BEGIN)
+    if any(other != digest for other, _ in found.values()):
+        _raise_difference(ranks, lines)
+    receivers = {rank for rank, (_, gets) in found.items() if gets}
+    if not receivers and not ranks.is_alone:
+        raise ValueError("no rank is to get the tensors: pass is_sender=True on the ranks that send them on")
+    if not any(map(needs_gather, plan.tasks)):
+        return None
+    return Gathering(
+        plan,
+        bucket_bytes=bucket_bytes,
+        receivers=receivers,
+        receives=receives,
+        precision=precision,
+        traffic=traffic,
+        loaded=loading.bucket,
+    )
+
+
+def _describe(task: Task) -> str:
+    """All of a task that must be equal on all ranks."""
+    parts = [f"{task.fqn} as {task.meta}", shards.describe(task.base), str(task.base.dtype)]
+    for a in task.adapters:
+        parts.append(f"adapter {a.name} times {a.scaling}")
+        parts += [f"{tuple(each.shape)} {each.dtype} {shards.describe(each)}" for each in (a.lora_A, a.lora_B)]
+    return ", ".join(parts)
+
+
+def _raise_difference(ranks: Ranks, lines: list[str]) -> None:
+    found = ranks.exchange(lines, "compare their plans")
+    (first_rank, first), *others = found.items()
+    for rank, other in others:
+        for i in range(max(len(first), len(other))):
+            one, two = (each[i] if i < len(each) else "nothing" for each in (first, other))
+            if one != two:
+                raise RankError(
+                    f"the ranks would stream different things: rank {first_rank} has {one}; rank {rank} has {two}. All must "
+                    "hold the same model, adapters and scalings, and call with the same arguments"
+                )
+
+
+class _Loading:
+    """A caller's onload and offload, in pairs."""
+
+    def __init__(self, onload: Callable[..., object] | None, offload: Callable[..., object] | None, plan: Plan) -> None:
+        self._onload, self._offload = onload, offload
+        # Without an onload it was the caller who loaded all, before the pass: its end is to undo that.
+        self._must_offload = onload is None
+        self._by_bucket = onload is not None and any(map(_takes_argument, filter(None, (onload, offload))))
+        tasks = [task for task in plan.tasks if not (self._by_bucket and needs_gather(task))]
+        self._tensors = replace(plan, tasks=tuple(tasks)).tensors()
+
+    def begin(self) -> None:
+        """Before the first tensor: all, or what does not come by bucket."""
+        if self._onload is not None and (self._tensors or not self._by_bucket):
+            self._must_offload = True  # first: an onload that fails halfway is undone as well
+            _call(self._onload, self._tensors)
+
+    def end(self) -> None:
+        if self._must_offload:
+            self._must_offload = False
+            _call(self._offload, self._tensors)
+
+    @contextlib.contextmanager
+    def bucket(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """While a bucket of sharded tensors is read."""
+        if not self._by_bucket:
+            yield
+            return
+        try:
+            _call(self._onload, tensors)
+            yield
+        finally:
+            _call(self._offload, tensors)
+
+
+def _call(load: Callable[..., object] | None, tensors: Sequence[torch.Tensor]) -> None:
+    if load is None:
+        return
+    name = getattr(load, "__name__", "loading")
+    logger.debug("before %s: %s", name, _memory())
+    if _takes_argument(load):
+        load(list({id(held): held for held in map(fsdp1.storage_of, tensors)}.values()))
+    else:
+        load()
+    logger.debug("after %s: %s", name, _memory())
+
+
+def _takes_argument(load: Callable[..., object]) -> bool:
     try:
-        takes = any(
-            parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-            and parameter.default is parameter.empty
-            for parameter in inspect.signature(load).parameters.values()
-        )
+        parameters = inspect.signature(load).parameters.values()
     except ValueError:  # a builtin that does not tell
-        takes = False
-    load(plan.tensors()) if takes else load()
+        return False
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(each.kind in positional and each.default is each.empty for each in parameters)
+
+
+def _memory() -> str:
+    """Of this process now, for logs."""
+    if not logger.isEnabledFor(logging.DEBUG):
+        return ""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    found = [f"{pages * os.sysconf('SC_PAGE_SIZE') >> 20} MiB resident"]
+    if (accelerator := torch.accelerator.current_accelerator()) is not None and torch.accelerator.is_available():
+        found.append(f"{torch.accelerator.memory_allocated() >> 20} MiB allocated on {accelerator.type}")
+    return ", ".join(found)
 
 
 def _is_on_device(plan: Plan) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from lora_stream import shards
 from lora_stream.plan import Record
 
 # (module that defines it, class, attribute that holds the wrapped module). Looked up in sys.modules: where the defining
@@ -20,6 +21,7 @@ _WRAPPERS = (
     ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
     ("torch.nn.parallel.data_parallel", "DataParallel", "module"),
     ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
+    ("torch.distributed.fsdp", "FullyShardedDataParallel", "_fsdp_wrapped_module"),
     (
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
         "ActivationWrapper",
@@ -87,7 +89,10 @@ _converted: "weakref.WeakKeyDictionary[nn.Module, tuple[tuple, list[str]]]" = we
 
 
 def _revert(base_model: nn.Module, records: Sequence[Record], revert: Callable) -> list[str]:
-    metas = {record.name: torch.empty_like(record.tensor, device="meta") for record in records}
+    metas = {
+        record.name: torch.empty(record.tensor.shape, dtype=record.tensor.dtype, device="meta") for record in records
+    }
+    base_model = _with_plain_classes(base_model)
     if revert(base_model, dict(metas)).keys() == metas.keys():
         return [record.name for record in records]
     checkpoint_names = []
@@ -101,3 +106,15 @@ def _revert(base_model: nn.Module, records: Sequence[Record], revert: Callable) 
             )
         checkpoint_names.append(name)
     return checkpoint_names
+
+
+def _with_plain_classes(module: nn.Module) -> nn.Module:
+    """The same tree of modules under the classes that they had before fully_shard, for the conversion goes by class names;
+    the module itself where nothing in it was sharded so."""
+    if all(shards.class_before_sharding(each) is type(each) for each in module.modules()):
+        return module
+    plain = shards.class_before_sharding(module)
+    twin = plain.__new__(plain)
+    children = {name: None if child is None else _with_plain_classes(child) for name, child in module._modules.items()}
+    twin.__dict__ = {**module.__dict__, "_modules": children}
+    return twin

@@ -44,12 +44,31 @@ class ParamMeta(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """One LoRA pair on one weight. lora_A: [r, in]; lora_B: [out, r]; delta = scaling * lora_B @ lora_A."""
+    """One LoRA pair on one weight, as its module holds it. lora_A: [r, in]; lora_B: [out, r].
+
+    delta = scaling * lora_B @ lora_A; where the weight lies as [in, out] (Embedding, Conv1D), the transpose of it. A weight
+    of experts has three dimensions, [experts, out, in] or [experts, in, out], and one such delta for each: lora_A is
+    [experts * r, in], one expert after the other, and lora_B [out, r * experts], in which the experts alternate.
+    """
 
     name: str
     lora_A: torch.Tensor
     lora_B: torch.Tensor
     scaling: float
+    transposed: bool = False
+    num_experts: int | None = None
+
+    def factors(self, lora_A: torch.Tensor, lora_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What stands right and left in the delta's product, as views: [..., r, cols] and [..., rows, r] of a weight
+        [..., rows, cols].
+
+        lora_A, lora_B: all of this adapter's, perhaps gathered or moved.
+        """
+        if self.num_experts is not None:
+            rank = lora_A.shape[0] // self.num_experts
+            lora_A = lora_A.unflatten(0, (self.num_experts, rank))
+            lora_B = lora_B.unflatten(1, (rank, self.num_experts)).permute(2, 0, 1)
+        return (lora_B.mT, lora_A.mT) if self.transposed else (lora_A, lora_B)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,9 +236,15 @@ def _check_record(record: Record, planning_only: bool) -> None:
     base = record.tensor
     if base.dtype not in MERGE_DTYPES:
         raise ValueError(f"{record.fqn}: cannot merge into {base.dtype}; expected one of {MERGE_DTYPES}")
-    rows, cols = base.shape
     for adapter in record.adapters:
+        cols, rows = base.shape[-2:] if adapter.transposed else reversed(base.shape[-2:])
         rank = adapter.lora_A.shape[0]
+        experts = () if adapter.num_experts is None else (adapter.num_experts,)
+        if base.shape[:-2] != experts or rank % (adapter.num_experts or 1):
+            raise ValueError(
+                f"{record.fqn}: adapter {adapter.name!r} of rank {rank} for {adapter.num_experts} experts does not fit a "
+                f"weight of shape {tuple(base.shape)}"
+            )
         for name, tensor, shape in (
             ("lora_A", adapter.lora_A, (rank, cols)),
             ("lora_B", adapter.lora_B, (rows, rank)),
@@ -231,8 +256,6 @@ def _check_record(record: Record, planning_only: bool) -> None:
                 raise ValueError(f"{where} must have shape {shape}, got {tuple(tensor.shape)}")
             if tensor.dtype not in MERGE_DTYPES:
                 raise ValueError(f"{where} must be one of {MERGE_DTYPES}, got {tensor.dtype}")
-            if tensor.device != base.device:
-                raise ValueError(f"{where} is on {tensor.device}, its base weight on {base.device}; move one of them")
 
 
 def fused_unit(name: str, fused_modules: Sequence[Sequence[str]] | None) -> str:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from lora_stream.merged_weights import Rounding
+from lora_stream.filling import Rounding
 from lora_stream.plan import Scope
 
 
@@ -19,6 +19,8 @@ def format_bytes(count: float) -> str:
 @dataclass(frozen=True, kw_only=True)
 class SyncReport:
     """The proof of one sync. Byte counts are of the wire dtype, times are seconds of wall clock.
+
+    Of a sharded trainer every rank has its own: what is sent is the same, what was moved and how long it took is the rank's.
 
     seconds: "plan" (reading the model), "check" (asking the engine whether it would take it), "merge" (the kernel and
         copies into staging), "transfer" (the rest of the stream: onload, offload, handing over), "engine" (waiting for
@@ -35,6 +37,9 @@ class SyncReport:
     consumed: tuple[str, ...]  # FQNs of the adapter tensors that went into the merged ones
     num_bytes: int
     num_bytes_left: int  # of unchanged base weights that were not sent again
+    num_bytes_gathered: int = 0  # that this rank received from others
+    num_bytes_crossed: int = 0  # copied between the host and a device by this rank
+    made_on: Mapping[str, int] = field(default_factory=dict)  # bytes that this rank merged or copied, by type of device
     peak_staging_bytes: int
     seconds: Mapping[str, float]
     seconds_loading: float | None = None
@@ -66,6 +71,9 @@ class SyncReport:
             ("left", f"{len(self.left)} tensors, {format_bytes(self.num_bytes_left)} not sent again"),
             ("adapter tensors", f"{len(self.consumed)} consumed"),
             ("sent", format_bytes(self.num_bytes)),
+            ("made on", ", ".join(f"{device} {format_bytes(count)}" for device, count in self.made_on.items())),
+            ("gathered", format_bytes(self.num_bytes_gathered)),
+            ("host to device or back", format_bytes(self.num_bytes_crossed)),
             ("peak staging", format_bytes(self.peak_staging_bytes)),
             ("seconds", ", ".join(f"{phase} {value:.3f}" for phase, value in self.seconds.items())),
             ("lost to rounding", f"{self.share_unmoved:.1%} of the targeted elements did not move"),
@@ -74,6 +82,14 @@ class SyncReport:
         if self.unmoved_targets:
             rows.append(("UNMOVED", f"{len(self.unmoved_targets)} targets: {', '.join(self.unmoved_targets[:3])} ..."))
         return rows
+
+    def line(self) -> str:
+        """The shortest account, for logs."""
+        return (
+            f"{format_bytes(self.num_bytes)} sent in {self.seconds['total']:.3f} s, scope {self.scope}, "
+            f"{len(self.merged)} tensors merged and {len(self.copied)} copied, {format_bytes(self.num_bytes_gathered)} "
+            f"gathered, {self.share_unmoved:.1%} of the targeted elements lost to rounding"
+        )
 
     def __str__(self) -> str:
         width = max(len(label) for label, _ in self.rows())
@@ -84,6 +100,7 @@ class SyncReport:
         return {
             **{key: list(value) if isinstance(value, tuple) else value for key, value in vars(self).items()},
             "seconds": dict(self.seconds),
+            "made_on": dict(self.made_on),
             "rounding": {name: asdict(rounding) for name, rounding in self.rounding.items()},
             "share_unmoved": self.share_unmoved,
             "norm_kept": self.norm_kept,

@@ -3,7 +3,14 @@ where a test passes even if nothing is merged."""
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 SIZES = {
     "hidden_size": 32,
@@ -29,6 +36,15 @@ def qwen2(*, tied: bool = False, dtype: torch.dtype = torch.float32, **sizes) ->
             if name.endswith("bias"):
                 parameter.normal_(std=0.1)
     return model
+
+
+def gemma3_with_vision() -> Gemma3ForConditionalGeneration:
+    """transformers keeps it under other names than its checkpoints have."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    text = {**sizes, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 61}
+    vision = {**sizes, "image_size": 28, "patch_size": 14}
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    return Gemma3ForConditionalGeneration(config).eval()
 
 
 def fill(model: torch.nn.Module, std: float = 0.2) -> None:
@@ -118,3 +134,35 @@ def assert_same_state(before: dict, after: dict) -> None:
         other, *other_rest = after["tensors"][name]
         assert rest == other_rest, name
         assert torch.equal(value, other), name
+
+
+class Experts(torch.nn.Module):
+    """Two stacks of expert weights and a router, as mixture-of-experts models hold them. PEFT takes the stacks for
+    [experts, in, out] where `is_transposed` says so, otherwise for [experts, out, in]."""
+
+    def __init__(self, num_experts: int, *, is_transposed: bool = False) -> None:
+        super().__init__()
+        self.is_transposed = is_transposed
+        self.gate_up_proj = torch.nn.Parameter(torch.randn(num_experts, 7, 10))
+        self.down_proj = torch.nn.Parameter(torch.randn(num_experts, 10, 5))
+        self.bias = torch.nn.Parameter(torch.randn(num_experts, 3))
+
+    def forward(self, x):
+        return x
+
+
+class MoE(torch.nn.Module):
+    def __init__(self, num_experts: int = 5, **kwargs) -> None:
+        super().__init__()
+        self.router = torch.nn.Linear(6, num_experts)
+        self.experts = Experts(num_experts, **kwargs)
+
+    def forward(self, x):
+        return x
+
+
+def expert_lora(base: torch.nn.Module, *, r: int = 3, parameters=("gate_up_proj", "down_proj")) -> PeftModel:
+    config = {"target_modules": [], "target_parameters": [f"experts.{name}" for name in parameters]}
+    model = get_peft_model(base, LoraConfig(r=r, lora_alpha=r + 2, **config))
+    fill(model)
+    return model

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from vllm.distributed.weight_transfer.base import ParamMeta, VLLMWeightSyncClient, WeightSource
 
-from lora_stream.merged_weights import MergedWeights, Staging, Stream
+from lora_stream.merged_weights import Gather, MergedWeights, Staging, Stream
 from lora_stream.plan import FUSED_MODULES, Scope
 
 
@@ -34,10 +34,19 @@ class LoraStreamSource(WeightSource):
         scope: Scope = "all",
         adapter_name: str | None = None,
         fused_modules: Sequence[Sequence[str]] = FUSED_MODULES,
+        gather: Gather = "all",
+        is_sender: bool | None = None,
     ) -> None:
-        """The arguments and the errors are those of ``MergedWeights``."""
+        """The arguments and the errors are those of ``MergedWeights``. Of a sharded model every rank makes one; with
+        gather="sender" those that do not send iterate over nothing, and take part in the gathers by it."""
         self._weights = MergedWeights(
-            model, wire_dtype=wire_dtype, scope=scope, adapter_name=adapter_name, fused_modules=fused_modules
+            model,
+            wire_dtype=wire_dtype,
+            scope=scope,
+            adapter_name=adapter_name,
+            fused_modules=fused_modules,
+            gather=gather,
+            is_sender=is_sender,
         )
 
     def metadata(self) -> list[ParamMeta]:

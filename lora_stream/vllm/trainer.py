@@ -73,12 +73,13 @@ class LoraStreamTrainerEngine(TrainerWeightTransferEngine[LoraStreamTrainerInitI
             return
         metadata = [ParamMeta(meta.name, meta.dtype, tuple(meta.shape)) for meta in self.source.metadata()]
         self._channel.describe(self.client)
-        self._channel.check(self.client, metadata, in_place=self._in_place)
         if isinstance(self.source, LoraStreamSource):
             weights = self.source.stream_into(self._channel.sender)
+            weights.begin()  # first: should the check fail, the ranks that only gather are not left waiting
         else:
             weights = self._channel.sender.copy_in(metadata, iter(self.source))
         try:
+            self._channel.check(self.client, metadata, in_place=self._in_place)
             self._channel.update(self.client, metadata, weights, weight_version, in_place=self._in_place)
         finally:
             weights.close()

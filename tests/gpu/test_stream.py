@@ -123,3 +123,41 @@ def test_an_offloaded_trainer_moves_only_what_the_scope_needs(model):
     assert devices["base_model.model.model.embed_tokens.weight"] == "cpu"
     assert devices["base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight"] == "cuda"
     assert all(parameter.device.type == "cpu" for parameter in model.parameters())
+
+
+def test_an_offloaded_model_is_merged_on_the_host_and_only_merged_bytes_cross():
+    model = with_lora(llama(num_hidden_layers=2, hidden_size=128))
+    stream = lora_stream.stream(model, device="cuda")
+    got = dict(stream)
+    assert all(tensor.is_cuda for tensor in got.values())
+    assert stream.stats.traffic.crossed == stream.plan.num_bytes
+    assert dict(stream.stats.traffic.made_on) == {"cpu": stream.plan.num_bytes}
+    assert_alike(got, on_host(model))
+
+
+def test_adapters_on_the_device_come_to_their_offloaded_base():
+    model = with_lora(llama(num_hidden_layers=2, hidden_size=128))
+    want = on_host(model)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.cuda()
+    assert_alike(dict(lora_stream.stream(model)), want)
+    assert not any(parameter.is_cuda for name, parameter in model.named_parameters() if "lora_" not in name)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_fsdp2_on_the_device_streams_what_the_plain_model_does(tmp_path, offload):
+    from torch import distributed
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
+    model = with_lora(llama(num_hidden_layers=2, hidden_size=128))
+    want = on_host(model)
+    store = distributed.FileStore(str(tmp_path / "store"), 1)
+    distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
+    try:
+        mesh = distributed.init_device_mesh("cuda", (1,))
+        for module in (*model.get_base_model().model.layers, model):
+            fully_shard(module, mesh=mesh, offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy())
+        assert_alike(dict(lora_stream.stream(model)), want)
+    finally:
+        distributed.destroy_process_group()

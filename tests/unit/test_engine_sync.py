@@ -7,26 +7,8 @@ import torch
 from peft import LoraConfig
 
 import lora_stream
+from tests.doubles import Recorder
 from tests.models import assert_matches, assert_same_state, expected, fill, llama, state, with_lora
-
-
-class Recorder:
-    """Holds what it was sent, as an engine does. Fails before tensor number `fail_at` of the next load."""
-
-    def __init__(self):
-        self.weights = {}
-        self.loads = []
-        self.fail_at = None
-
-    def load_weights(self, weights):
-        names = []
-        self.loads.append(names)
-        for i, (name, tensor) in enumerate(weights):
-            if i == self.fail_at:
-                self.fail_at = None
-                raise RuntimeError("engine broke")
-            names.append(name)
-            self.weights[name] = tensor.clone()
 
 
 @pytest.fixture

@@ -243,3 +243,43 @@ def test_onload_gets_the_parameters_that_the_pass_reads_and_no_others(model):
     assert len([name for name in touched if "lora_" not in name]) == len(names)
     list(lora_stream.stream(model, onload=calls.clear, offload=lambda *, note="x": calls.append(note)))
     assert calls == ["x"], "callables without an argument are called without one"
+
+
+# -- host and device: the meta device stands for one that keeps nothing ---------------------------------------------------
+
+
+@pytest.fixture
+def far_device(monkeypatch):
+    for module in (filling, merged_weights):
+        monkeypatch.setattr(module, "queue_of", lambda device: None)
+    return torch.device("meta")
+
+
+def crossed(model, **kwargs):
+    stream = lora_stream.stream(model, **kwargs)
+    tensors = dict(stream)
+    return stream, tensors, stream.stats.traffic
+
+
+@pytest.mark.parametrize("base", [torch.float32, torch.bfloat16])
+def test_of_an_offloaded_base_only_merged_bytes_go_to_a_device(far_device, base):
+    stream, tensors, traffic = crossed(with_lora(llama(dtype=base)), device=far_device)
+    assert {tensor.device for tensor in tensors.values()} == {far_device}
+    assert traffic.crossed == stream.plan.num_bytes
+    assert traffic.made_on == {"cpu": stream.plan.num_bytes}
+
+
+def test_an_offloaded_base_goes_over_as_it_lies_where_that_is_less(far_device, monkeypatch):
+    monkeypatch.setattr(filling.Filling, "wait", lambda self: [])  # statistics of nothing
+    model = with_lora(llama(dtype=torch.bfloat16))
+    stream, tensors, traffic = crossed(model, wire_dtype=torch.float32, device=far_device)
+    assert {tensor.device for tensor in tensors.values()} == {far_device}
+    adapters = sum(p.nbytes for name, p in model.named_parameters() if "lora_" in name)
+    assert traffic.crossed == stream.plan.num_bytes // 2 + adapters
+    assert traffic.made_on["meta"] == sum(t.meta.num_bytes for t in stream.plan.tasks if t.adapters)
+
+
+def test_a_base_on_the_host_with_its_consumer_there_never_leaves_it(model):
+    stream, _, traffic = crossed(model)
+    assert traffic.crossed == 0
+    assert traffic.made_on == {"cpu": stream.plan.num_bytes}

@@ -9,25 +9,13 @@ import torch
 import lora_stream
 from lora_stream import ops
 from lora_stream.merged_weights import MergedWeights
+from tests.doubles import Loads
 from tests.models import assert_equal, assert_matches, assert_same_state, expected, fill, llama, with_lora
 
 
 @pytest.fixture
 def model():
     return with_lora(llama(tied=True))
-
-
-class Loads:
-    """onload and offload that count and note the order of things."""
-
-    def __init__(self):
-        self.events = []
-
-    def onload(self):
-        self.events.append("onload")
-
-    def offload(self):
-        self.events.append("offload")
 
 
 def number_of_tensors(model):

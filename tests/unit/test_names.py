@@ -5,7 +5,7 @@ import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import lora_stream
-from tests.models import llama, with_lora
+from tests.models import gemma3_with_vision, llama, with_lora
 
 
 def compiled(model):
@@ -46,28 +46,9 @@ def test_wrapped_model_streams_the_names_and_bits_of_the_plain_one(wrap, scope):
 
 
 def test_renaming_conversions_of_transformers_are_applied():
-    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
-
-    text = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "vocab_size": 61,
-    }
-    vision = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "image_size": 28,
-        "patch_size": 14,
-    }
-    base = Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4))
     from transformers.core_model_loading import revert_weight_conversion
 
+    base = gemma3_with_vision()
     written = set(revert_weight_conversion(base, base.state_dict())) - {
         "lm_head.weight",
         "language_model.lm_head.weight",
@@ -75,3 +56,4 @@ def test_renaming_conversions_of_transformers_are_applied():
     model = with_lora(base, target_modules=r".*language_model.*q_proj")
     got = {meta.name for meta in lora_stream.MergedWeights(model).metadata()}
     assert got == written
+    assert got != {name for name, _ in base.named_parameters()}

@@ -1,18 +1,24 @@
 """Which tensors of a PEFT model become what, and what is refused. Unit layer."""
 
+import copy
+
 import peft
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, GPT2Config, GPT2LMHeadModel
 
 import lora_stream
+from lora_stream.merged_weights import MergedWeights
 from tests.models import (
+    SIZES,
+    MoE,
     assert_equal,
     assert_matches,
     assert_same_state,
     expected,
+    expert_lora,
     fill,
     llama,
     qwen2,
@@ -242,18 +248,56 @@ def test_lora_on_a_transposed_weight_and_names_like_prefixes():
     assert "base_layer.weight" in got
 
 
+TRANSPOSED = {
+    "Embedding": (lambda: with_lora(llama(), target_modules=["embed_tokens"]), "model.embed_tokens.weight"),
+    "scaled Embedding": (lambda: with_lora(gemma3(), target_modules=["embed_tokens"]), "model.embed_tokens.weight"),
+    "Conv1D": (lambda: with_lora(gpt2(), target_modules=["c_attn"]), "transformer.h.0.attn.c_attn.weight"),
+    "several adapters": (lambda: two_active(gpt2(), "c_attn"), "transformer.h.0.attn.c_attn.weight"),
+}
+
+
+def gpt2():
+    config = GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=61, bos_token_id=0, eos_token_id=1)
+    return GPT2LMHeadModel(config).eval()
+
+
+def gemma3():
+    sizes = {**SIZES, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return Gemma3ForCausalLM(Gemma3TextConfig(**sizes, tie_word_embeddings=False)).eval()
+
+
+def two_active(base, target):
+    model = with_lora(base, target_modules=[target], r=3)
+    model.add_adapter("more", LoraConfig(r=2, lora_alpha=7, target_modules=[target], fan_in_fan_out=True))
+    fill(model)
+    model.base_model.set_adapter(["default", "more"])
+    return model
+
+
+@pytest.mark.parametrize("kind", TRANSPOSED)
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
+def test_weights_that_lie_as_in_by_out_get_the_transposed_delta(kind):
+    make, target = TRANSPOSED[kind]
+    model = make()
+    layer = model.get_base_model().get_submodule(target.removesuffix(".weight"))
+    parts = (layer.lora_embedding_A, layer.lora_embedding_B) if "Embedding" in kind else (layer.lora_A, layer.lora_B)
+    delta = sum(
+        layer.scaling[adapter] * (getattr(B, "weight", B).double() @ getattr(A, "weight", A).double()).T
+        for adapter, A, B in ((name, parts[0][name], parts[1][name]) for name in layer.active_adapters)
+    )
+    want = (layer.base_layer.weight.double() + delta).to(torch.bfloat16)
+    got = streamed(model)[target]
+    assert got.shape == want.shape
+    assert (got != want).sum() <= 1, "a tie"
+    assert not torch.equal(got, layer.base_layer.weight.to(torch.bfloat16))
+
+
 REFUSED = {
     "DoRA": (lambda: with_lora(llama(), use_dora=True), r"q_proj.*DoraLinearVariant"),
     "lora_bias": (lambda: with_lora(qwen2(), target_modules=["q_proj"], lora_bias=True), r"q_proj.*lora_bias"),
-    "embedding": (
-        lambda: with_lora(llama(), target_modules=["embed_tokens"]),
-        r"embed_tokens: peft\.tuners\.lora\.layer\.Embedding",
-    ),
-    "Conv1D": (
-        lambda: with_lora(
-            GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=61)), target_modules=["c_attn"]
-        ),
-        r"c_attn: LoRA on transformers\.pytorch_utils\.Conv1D",
+    "convolution": (
+        lambda: get_peft_model(torch.nn.Sequential(torch.nn.Conv1d(4, 6, 3)), LoraConfig(target_modules=["0"])),
+        r"0: peft\.tuners\.lora\.layer\.Conv1d is not supported",
     ),
     "tied head": (lambda: with_lora(llama(tied=True), target_modules=["lm_head"]), r"lm_head.*embed_tokens.*tied"),
     "tied copy": (lambda: with_lora(llama(tied=True), modules_to_save=["embed_tokens"]), r"lm_head.*tied"),
@@ -357,3 +401,74 @@ def test_merged_model_computes_what_pefts_forward_computes():
         plain.load_state_dict({**plain.state_dict(), **streamed(model, wire_dtype=torch.float32)})
         plain.tie_weights()
         torch.testing.assert_close(plain(tokens).logits, want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("parameters", [("gate_up_proj", "down_proj"), ("down_proj",), ("gate_up_proj",)])
+def test_expert_stacks_get_each_experts_own_delta_in_their_layout(is_transposed, parameters):
+    """PEFT lays A out expert by expert and B rank by rank, and wraps the module once for each parameter."""
+    model = expert_lora(MoE(is_transposed=is_transposed), parameters=parameters)
+    got = streamed(model)
+    assert set(got) == {"router.weight", "router.bias", "experts.gate_up_proj", "experts.down_proj", "experts.bias"}
+    wrappers = [m for m in model.modules() if type(m).__name__ == "ParamWrapper"]
+    assert {wrapper.parameter_name for wrapper in wrappers} == set(parameters)
+    for wrapper in wrappers:
+        weight = wrapper.get_base_layer().get_parameter(wrapper.parameter_name)
+        A, B = wrapper.lora_A["default"].weight.double(), wrapper.lora_B["default"].weight.double()
+        for e in range(5):
+            delta = B[:, e::5] @ A[e * 3 : (e + 1) * 3]
+            want = (weight[e].double() + 5 / 3 * (delta.T if is_transposed else delta)).to(torch.bfloat16)
+            assert (got[f"experts.{wrapper.parameter_name}"][e] != want).sum() <= 1, "a tie"
+    for name in {"gate_up_proj", "down_proj"} - set(parameters):
+        plain = next(p for fqn, p in model.named_parameters() if fqn.endswith(f".{name}"))
+        assert torch.equal(got[f"experts.{name}"], plain.to(torch.bfloat16))
+
+
+def test_expert_stacks_are_what_peft_computes_with_and_their_statistics_are_of_all_experts():
+    model = expert_lora(MoE())
+    stream = lora_stream.stream(model, wire_dtype=torch.float32)
+    got = dict(stream)
+    reference = {name: tensor.float() for name, tensor in MergedWeights(copy_merged(model), wire_dtype=torch.float32)}
+    for name, tensor in got.items():
+        torch.testing.assert_close(tensor, reference[name], rtol=1e-5, atol=1e-5)
+        if name in stream.stats.rounding:
+            rounding = stream.stats.rounding[name]
+            assert rounding.changed == tensor.numel()
+            assert rounding.checksum == tensor.view(torch.int32).to(torch.int64).sum().item() % 2**32
+
+
+def test_several_adapters_on_expert_stacks_are_summed():
+    model = expert_lora(MoE())
+    one = streamed(model, wire_dtype=torch.float32)["experts.down_proj"]
+    parameters = ["experts.gate_up_proj", "experts.down_proj"]
+    config = LoraConfig(r=2, lora_alpha=7, target_modules=[], target_parameters=parameters)
+    model.add_adapter("more", config)
+    fill(model)
+    base = model.base_model.model.experts.get_base_layer().down_proj.detach()
+    deltas = [
+        streamed(model, adapter_name=a, wire_dtype=torch.float32)["experts.down_proj"] - base
+        for a in ("default", "more")
+    ]
+    model.base_model.set_adapter(["default", "more"])
+    both = streamed(model, wire_dtype=torch.float32)["experts.down_proj"]
+    torch.testing.assert_close(both, base + deltas[0] + deltas[1], rtol=1e-5, atol=1e-5)
+    assert not torch.equal(one, both)
+
+
+def copy_merged(model):
+    """By PEFT, in float32."""
+    return copy.deepcopy(model).merge_and_unload()
+
+
+def test_lora_on_a_router_by_its_parameter_name():
+    model = get_peft_model(MoE(), LoraConfig(r=2, lora_alpha=3, target_modules=[], target_parameters=["router.weight"]))
+    fill(model)
+    layer = model.base_model.model.router
+    want = lora_stream.reference.merge_cast(
+        layer.get_base_layer().weight,
+        layer.lora_A["default"].weight,
+        layer.lora_B["default"].weight,
+        1.5,
+        torch.bfloat16,
+    )
+    assert torch.equal(streamed(model)["router.weight"], want)

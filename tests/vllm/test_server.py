@@ -1,4 +1,4 @@
-"""`sync` into a vLLM API server by its URL, with the trainer in this process or in one that is killed. vllm layer."""
+"""`sync` into a vLLM API server by its URL, with the trainer in this process, in one that is killed, or sharded. vllm layer."""
 
 import gc
 import os
@@ -19,6 +19,8 @@ from transformers import AutoModelForCausalLM
 
 import lora_stream
 from lora_stream.engines import _servers
+from tests.dist import sharded
+from tests.dist.ranks import Pool
 from tests.models import fill, with_lora
 from tests.vllm import live
 
@@ -255,3 +257,57 @@ def test_a_killed_engine_is_noticed_at_once_and_a_new_one_in_its_place_gets_all(
         assert live.rss() - rss < 32 * 1024 * 1024
     finally:
         server.stop()
+
+
+# -- a sharded trainer ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = Pool()
+    yield pool
+    pool.close()
+
+
+def make_trainer(base):
+    torch.manual_seed(9)
+    return with_lora(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval())
+
+
+@torch.no_grad()
+def halve(model):
+    """A step that is the same on a whole model and on any part of it."""
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.mul_(-0.5)
+
+
+def feed(rank, base, url):
+    model = make_trainer(base)
+    sharded.by_layer(model)
+    engine = url if rank == 0 else None
+    first = lora_stream.sync(model, engine, bucket_bytes=100_000)
+    halve(model)
+    second = lora_stream.sync(model, engine, bucket_bytes=100_000)
+    halve(model)
+
+    def fail(meta, plan):
+        if meta == plan.tasks[4].meta:
+            raise OSError("trainer broke")
+
+    with pytest.raises(lora_stream.SyncError, match="trainer broke; the engine was put back on its old weights"):
+        lora_stream.sync(model, engine, bucket_bytes=100_000, on_tensor=fail)
+    assert first.num_bytes_gathered > second.num_bytes_gathered > 0
+    return first.scope, second.scope, second.weight_version
+
+
+def test_two_fsdp2_ranks_feed_the_server_and_a_failed_sync_puts_it_back(server, base, pool):
+    assert pool.run(2, feed, base, server.url, limit_s=120) == [("all", "trained", "2")] * 2
+    fed = server.answers()
+    model = make_trainer(base)
+    halve(model)
+    lora_stream.sync(model, server.url, full=True)
+    assert server.answers() == fed
+    halve(model)
+    lora_stream.sync(model, server.url)
+    assert server.answers() != fed
