@@ -66,6 +66,7 @@ lint: $(VENV)/installed
 bench: $(VENV)/built
 	$(BIN)/python benchmarks/bench_merge.py
 	$(BIN)/python benchmarks/bench_sync.py
+	$(BIN)/python benchmarks/bench_fsdp.py
 
 clean:
 	rm -rf build $(VENV) lora_stream/*.so
