@@ -119,7 +119,7 @@ def sync(
         stream.close()
     stats = stream.stats
     own = side.outcome(plan, stats.rounding, stats.sent, base_loaded, error)
-    outcomes = _tell(ranks, own, error, stats.is_lost)
+    outcomes, lost = _tell(ranks, own, stats.is_lost)
     failures = {
         rank: f"sync failed at tensor {outcome.num_sent} of {len(plan.tasks)}: {outcome.error}; "
         + side.restore(outcome, plan, error if rank == ranks.rank else None, stream_of)
@@ -137,6 +137,8 @@ def sync(
     is_silent = moved_names and len(unmoved) == len(moved_names) and not any(o.moved_copies for o in outcomes.values())
     side.remember(outcomes, plan, version)
     _raise_failures(failures, ranks, error)
+    if lost is not None:
+        raise RankError(f"the sync went well on this rank, but of the others that is not known: {lost}") from lost
     report = SyncReport(
         weight_version=version,
         scope=plan.scope,
@@ -173,21 +175,21 @@ def sync(
     return report
 
 
-def _tell(ranks: Ranks, own: Outcome, error: BaseException | None, is_lost: bool) -> dict[int, Outcome]:
-    """Everybody's outcome; only this rank's where others are lost, with which nothing can be restored then."""
-    late: Exception | None = None
-    if not is_lost:
-        try:
-            return ranks.exchange(own, "tell how the sync went")
-        except RankError as caught:
-            late = caught
-    if error is None:
-        own.error = str(late)
-    own.to_restore = own.to_restore if own.num_sent == 0 else None
-    return {ranks.rank: own}
+def _tell(ranks: Ranks, own: Outcome, is_lost: bool) -> tuple[dict[int, Outcome], RankError | None]:
+    """Everybody's outcome; only this rank's where others are lost, and why. Nothing can be restored with those."""
+    try:
+        if not is_lost:
+            return ranks.exchange(own, "tell how the sync went"), None
+        lost = None  # the update's own error tells
+    except RankError as error:
+        lost = error
+    if own.num_sent:
+        own.to_restore = None
+    return {ranks.rank: own}, lost
 
 
 def _raise_failures(failures: dict[int, str], ranks: Ranks, error: BaseException | None) -> None:
+    """Of this rank its own error, of the others what they tell."""
     if isinstance(error, RefusedError) or (error is not None and not isinstance(error, Exception)):
         raise error
     if ranks.rank in failures:

@@ -10,6 +10,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -341,11 +342,14 @@ def gather_bytes(
             dist.P2POp(dist.isend, flat[: sizes[index]], group=group, group_peer=i) for i in receivers if i != index
         ]
         if index in receivers:
-            parts = [
-                flat if i == index else torch.empty(sizes[i], dtype=torch.uint8, device=flat.device)
-                for i in range(size)
-            ]
+            if memory is None or flat.device.type != "cpu":
+                memory = partial(_new_bytes, flat.device)
+            parts = [flat if i == index else memory(i, sizes[i]) for i in range(size)]
             messages += [dist.P2POp(dist.irecv, parts[i], group=group, group_peer=i) for i in range(size) if i != index]
         for work in dist.batch_isend_irecv(messages) if messages else ():
             work.wait()
     return parts
+
+
+def _new_bytes(device: torch.device, index: int, num_bytes: int) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)

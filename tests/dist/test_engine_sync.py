@@ -256,6 +256,32 @@ def test_when_a_rank_dies_in_a_sync_the_others_say_so_in_time(pool):
         assert outcomes[rank].error is None, outcomes[rank].text
 
 
+def lose_a_rank_at_the_end(rank):
+    model = make()
+    engine = Recorder() if rank == 0 else None
+    lora_stream.sync(model, engine)
+    want = step(model)
+    exchange = shards.Ranks.exchange
+
+    def dying(self, value, what):
+        if "tell" in what and rank == 1:
+            os._exit(1)
+        return exchange(self, value, what)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards.Ranks, "exchange", dying)
+        with pytest.raises(RankError, match="went well on this rank, but of the others that is not known"):
+            lora_stream.sync(model, engine)
+    if engine is not None:
+        assert_equal(engine.weights, want)
+
+
+def test_when_a_rank_dies_after_the_last_tensor_the_others_say_what_they_know(pool):
+    outcomes = pool.outcomes(2, lose_a_rank_at_the_end, limit_s=40)
+    assert outcomes[1].died
+    assert outcomes[0].error is None, outcomes[0].text
+
+
 def log_a_sync(rank):
     records = []
 
