@@ -98,6 +98,20 @@ def test_every_layout_gives_the_bits_of_the_unsharded_model_and_is_left_as_it_wa
     pool.run(num_ranks, stream_layouts, limit_s=120)
 
 
+def stream_mixed_dtypes(rank):
+    """A bfloat16 base with float32 adapters, each in units of their own or together."""
+    for layout in ("by_layer", "lora_leaves", "nested"):
+        model = with_lora(llama(dtype=torch.bfloat16))
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16, torch.float32}
+        want = dict(lora_stream.stream(model, wire_dtype=torch.float32))
+        sharded.LAYOUTS[layout](model)
+        assert_equal(dict(lora_stream.stream(model, wire_dtype=torch.float32)), want)
+
+
+def test_float32_adapters_over_a_bfloat16_base(pool):
+    pool.run(2, stream_mixed_dtypes)
+
+
 class Small(nn.Module):
     """Fewer rows than ranks, fewer ranks of LoRA than ranks, sides that divide by nothing, nothing at all."""
 

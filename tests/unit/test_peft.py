@@ -372,6 +372,17 @@ def test_quantised_and_meta_parameters_are_refused():
         lora_stream.stream(model)
 
 
+def test_parameters_of_deepspeed_zero_3_are_refused_with_what_to_do():
+    model = with_lora(llama())
+    weight = model.get_base_model().model.layers[0].self_attn.q_proj.base_layer.weight
+    weight.ds_id = 7  # what ZeRO-3 leaves of a parameter: a number, and no values
+    weight.data = torch.empty(0)
+    with pytest.raises(
+        ValueError, match=r"q_proj\.base_layer\.weight: is partitioned by DeepSpeed ZeRO-3.*GatheredParameters"
+    ):
+        lora_stream.stream(model)
+
+
 def test_models_whose_checkpoints_split_their_tensors_are_refused():
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
