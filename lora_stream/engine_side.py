@@ -57,6 +57,7 @@ class Wish:
     """What a rank's engine needs of a sync."""
 
     token: str | None = None  # of the engine; None: the rank has none
+    url: str | None = None
     full: bool = False
     wire_dtype: torch.dtype | None = None
     fused_modules: Sequence[Sequence[str]] = ()
@@ -95,6 +96,7 @@ class Side:
         if engine is None:
             self._plan("all", self._wire_dtype, ())  # so that it refuses before the others go on
             return Wish()
+        url = engine.rstrip("/") if isinstance(engine, str) else None
         engine = by_url(engine)
         target = engine_of(engine, in_place=self._in_place, deadline_s=deadline_s, staging_bytes=staging_bytes)
         state = state_of(engine)
@@ -111,6 +113,7 @@ class Side:
         knows = (state.synced or base_loaded) and state.covered_by(trained)
         return Wish(
             token=state.token,
+            url=url,
             full=full or state.needs_full or not knows,
             wire_dtype=target.wire_dtype,
             fused_modules=[list(group) for group in target.fused_modules],
@@ -124,6 +127,11 @@ class Side:
                 raise ValueError("no rank has an engine: pass it on the rank that is to send, and None on the others")
             nothing = Plan(tasks=(), scope="all", account={})  # a replica whose fellow sends
             return nothing, nothing
+        urls = [wish.url for wish in engines if wish.url is not None]
+        if len(set(urls)) < len(urls):
+            raise ValueError(
+                f"several ranks pass the same server ({urls}): pass it on one of them, and None on the others"
+            )
         for wish in engines:
             is_own = wish.token == self.state.token and self.target is not None
             self._states[wish.token] = self.state if is_own else state_elsewhere(self._model, wish.token)

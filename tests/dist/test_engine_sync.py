@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import lora_stream
-from lora_stream import RankError, SyncError, UnmovedError, shards
+from lora_stream import RankError, SyncError, UnmovedError, engine_side, shards
 from tests.dist import sharded
 from tests.doubles import Recorder
 from tests.models import assert_equal, fill, llama, with_lora
@@ -216,6 +216,19 @@ def no_engine(rank):
 
 def test_a_sync_without_any_engine_is_refused_where_ranks_share_a_model(pool):
     pool.run(2, no_engine)
+
+
+def same_server(rank):
+    model = make()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_side, "by_url", lambda engine: Recorder())
+        with pytest.raises(ValueError, match="several ranks pass the same server .*None on the others"):
+            lora_stream.sync(model, "http://127.0.0.1:8000" + "/" * rank)
+        lora_stream.sync(model, f"http://127.0.0.1:800{rank}")
+
+
+def test_one_server_from_several_ranks_is_refused(pool):
+    pool.run(2, same_server)
 
 
 def refused_by_the_engine(rank):
