@@ -167,7 +167,7 @@ def _check_kept_as_loaded(model: nn.Module, copies: _Copies) -> None:
                 raise ValueError(f"{where} computes from a packed copy ({_KEEPS_WEIGHTS}); pass in_place=False")
 
 
-_KEEPS_WEIGHTS = "vLLM on the CPU packs weights for oneDNN, unquantised models on CUDA keep theirs"
+_KEEPS_WEIGHTS = "vLLM on the CPU packs weights for its matrix kernels, unquantised models on CUDA keep theirs"
 
 
 def _check_copies(

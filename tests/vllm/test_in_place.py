@@ -1,5 +1,6 @@
 """`sync(..., in_place=True)` on an engine that keeps its weights as they were loaded, as unquantised models on CUDA do. On the
-CPU vLLM does so without oneDNN. In this process, and over a ring to the backend's worker side. vllm layer."""
+CPU vLLM does so without oneDNN and without its kernels for AMX. In this process, and over a ring to the backend's worker
+side. vllm layer."""
 
 import pytest
 
@@ -7,6 +8,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed; `make test` installs 
 
 import torch
 import vllm._custom_ops
+import vllm.model_executor.layers.utils
 from vllm.config import set_current_vllm_config
 
 import lora_stream
@@ -29,6 +31,7 @@ def base(tmp_path_factory):
 def llm(base):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vllm._custom_ops, "_supports_onednn", False)
+        patch.setattr(vllm.model_executor.layers.utils, "check_cpu_sgl_kernel", lambda *args: False)
         engine = live.make_llm(base, "bfloat16")
         yield engine  # patched as long as it lives: a reload processes its weights again
         live.shut_down(engine)
