@@ -6,7 +6,7 @@ Rivals:  verl    its FSDPEngine._merged_lora_per_tensor_param, as installed (0.9
 
     python benchmarks/bench_fsdp.py [--ranks 1 2] [--rounds 5] [--layers 6] [--hidden 1024] [--bucket-mib 16]
 
-A random Qwen2-like model in float32 (the default has 130 M parameters), LoRA r=16 on all linear layers, gloo on the CPU, the
+A random Qwen2-like model in float32 (the default has 125 M parameters), LoRA r=16 on all linear layers, gloo on the CPU, the
 cores shared among the ranks. All ways of one round run in turn on the same model, and every rank drops each tensor when it has it, as
 one does whose engine has taken it. Seconds are those of the slowest rank; extra memory is how far its resident set rose above
 where it was before. Without verl installed its row is left out.

@@ -35,13 +35,14 @@ class _Flattened(torch.Tensor):
 
     unit: Unit
     handle: object  # of the flat parameter
+    stepped: torch.Tensor  # what the optimizer writes to
     home: tuple[nn.Module, str]  # where it can be read while its unit is open
 
     @staticmethod
-    def of(shape: torch.Size, handle, unit: Unit, home: tuple[nn.Module, str], requires_grad: bool) -> "_Flattened":
+    def of(shape: torch.Size, handle, unit: Unit, home: tuple[nn.Module, str], stepped: torch.Tensor) -> "_Flattened":
         empty = torch.empty((), dtype=handle._orig_param_dtype, device=handle.flat_param.device).expand(shape)
-        self = torch.Tensor._make_subclass(_Flattened, empty, requires_grad)
-        self.unit, self.handle, self.home = unit, handle, home
+        self = torch.Tensor._make_subclass(_Flattened, empty, stepped.requires_grad)
+        self.unit, self.handle, self.home, self.stepped = unit, handle, home, stepped
         return self
 
 
@@ -67,14 +68,10 @@ class Parameters:
 
     def _read(self, handle, unit: Unit) -> None:
         flat = handle.flat_param
-        trains = (
-            [flat.requires_grad] * len(flat._shapes)
-            if flat._params is None
-            else [p.requires_grad for p in flat._params]
-        )
+        stepped = [flat] * len(flat._shapes) if flat._params is None else flat._params
         found = {}
-        for (name, module, _), shape, requires_grad in zip(flat._param_infos, flat._shapes, trains, strict=True):
-            found[id(module), name] = tensor = _Flattened.of(shape, handle, unit, (module, name), requires_grad)
+        for (name, module, _), shape, each in zip(flat._param_infos, flat._shapes, stepped, strict=True):
+            found[id(module), name] = tensor = _Flattened.of(shape, handle, unit, (module, name), each)
             self._flattened.setdefault(id(module), {})[name] = tensor
         for name, module, _, first_name, first_module, _ in flat._shared_param_infos:
             self._flattened.setdefault(id(module), {})[name] = found[id(first_module), first_name]
@@ -91,6 +88,11 @@ def is_used_in(model: nn.Module) -> bool:
 def storage_of(tensor: torch.Tensor) -> torch.Tensor:
     """The flat parameter that holds a flattened one; any other tensor itself."""
     return tensor.handle.flat_param if isinstance(tensor, _Flattened) else tensor  # type: ignore[attr-defined]
+
+
+def stepped(tensor: torch.Tensor) -> torch.Tensor:
+    """What the optimizer writes to, for a flattened parameter; any other tensor itself."""
+    return tensor.stepped if isinstance(tensor, _Flattened) else tensor
 
 
 def units_of(task: Task) -> list[Unit]:

@@ -557,7 +557,7 @@ class _Versions:
     def __init__(self, plan: Plan) -> None:
         self._seen: list[tuple[str, torch.Tensor, int]] = []
         for task in plan.tasks:
-            tensors = task.tensors()
+            tensors = map(fsdp1.stepped, task.tensors())
             # Tensors made in inference mode count no versions.
             self._seen += [(task.fqn, tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
 

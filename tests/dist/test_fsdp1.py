@@ -132,3 +132,21 @@ def stop_early(rank):
 
 def test_a_rank_that_stops_early_takes_part_for_the_others(pool):
     pool.run(2, stop_early)
+
+
+def step_in_between(rank, layout):
+    model = sharded.flat(with_lora(llama()), **LAYOUTS[layout])
+    stream = lora_stream.stream(model, scope="trained")
+    next(stream)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(1.0)
+    with pytest.raises(RuntimeError, match="were written to"):
+        list(stream)
+    list(lora_stream.stream(model))
+
+
+@pytest.mark.parametrize("layout", ["blocks", "trained leaves, flat parameters only"])
+def test_a_step_in_the_middle_of_a_pass_is_an_error(pool, layout):
+    pool.run(2, step_in_between, layout)

@@ -80,6 +80,12 @@ def test_imports_run_one_way_down_the_flow(name, path):
             assert name in HOMES.get(parts[0], {name}), f"{path.name} imports {module}"
 
 
+def test_process_groups_and_sharded_tensors_have_one_home():
+    """FSDP1's own class is looked up in its file."""
+    users = {name for name, path in modules() for module, _ in imported(path) if module.startswith("torch.distributed")}
+    assert users == {"shards", "fsdp1"}
+
+
 def test_plan_knows_torch_only():
     found = {module.split(".")[0] for module, _ in imported(PACKAGE / "plan.py")}
     assert found - set(sys.stdlib_module_names) == {"torch"}
