@@ -18,7 +18,7 @@ from lora_stream.engines import Engine, by_url, engine_of
 from lora_stream.filling import Rounding
 from lora_stream.merged_weights import Stream
 from lora_stream.peft import read_model
-from lora_stream.plan import FUSED_MODULES, ParamMeta, Plan, Scope, build_plan, fused_unit
+from lora_stream.plan import FUSED_MODULES, ParamMeta, Plan, Scope, build_plan
 from lora_stream.ring import PeerLostError
 
 
@@ -80,10 +80,17 @@ class Side:
     """Lives for one sync."""
 
     def __init__(
-        self, model: nn.Module, *, adapter_name: str | None, wire_dtype: torch.dtype | None, in_place: bool
+        self,
+        model: nn.Module,
+        *,
+        adapter_name: str | None,
+        wire_dtype: torch.dtype | None,
+        in_place: bool,
+        untie: bool,
+        rename: Callable[[str], str] | None,
     ) -> None:
-        self._model, self._adapter_name = model, adapter_name
-        self._wire_dtype, self._in_place = wire_dtype, in_place
+        self._model, self._adapter_name, self._untie = model, adapter_name, untie
+        self._wire_dtype, self._in_place, self._rename = wire_dtype, in_place, rename
         self.target: Engine | None = None
         self.state = EngineState()  # of this rank's engine; without one, of the first of the others'
         self._states: dict[str, EngineState] = {}  # of all engines, by token
@@ -92,7 +99,7 @@ class Side:
         self, engine: object | None, *, full: bool, base_loaded: bool, deadline_s: float, staging_bytes: int
     ) -> Wish:
         """Look at the model and the engine. Raises ValueError for what cannot be synced."""
-        self._records = read_model(self._model, adapter_name=self._adapter_name)
+        self._records = read_model(self._model, adapter_name=self._adapter_name, untie=self._untie)
         if engine is None:
             self._plan("all", self._wire_dtype, ())  # so that it refuses before the others go on
             return Wish()
@@ -148,12 +155,12 @@ class Side:
         return everything, self._plan("trained", wire_dtype, fused_modules)
 
     def _plan(self, scope: Scope, wire_dtype: torch.dtype | None, fused_modules: Sequence[Sequence[str]]) -> Plan:
-        self._groups = None if self._in_place else (*FUSED_MODULES, *fused_modules)
         return build_plan(
             self._records,
             wire_dtype=self._wire_dtype or wire_dtype or torch.bfloat16,
             scope=scope,
-            fused_modules=self._groups,
+            fused_modules=None if self._in_place else (*FUSED_MODULES, *fused_modules),
+            rename=self._rename,
         )
 
     def check(self, plan: Plan, weight_version: str | None) -> str | None:
@@ -207,8 +214,9 @@ class Side:
             knows = (self.state.synced or base_loaded) and not self.state.needs_full
             # Only a finished sync, this one or a restoring one, clears it.
             self.state.needs_full = True
-            units = {fused_unit(meta.name, self._groups) for meta in sent}
-            old = [task for task in plan.tasks if fused_unit(task.meta.name, self._groups) in units]
+            names = {meta.name for meta in sent}
+            units = {task.unit for task in plan.tasks if task.meta.name in names}
+            old = [task for task in plan.tasks if task.unit in units]
             if knows and None not in map(self.state.old_task, old):
                 outcome.to_restore = [task.meta.name for task in old]
         return outcome

@@ -2,7 +2,7 @@
 
 import uuid
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 
 from lora_stream import fsdp1, shards
 from lora_stream.filling import Rounding
-from lora_stream.plan import Adapter, Plan, Task
+from lora_stream.plan import Adapter, Plan, Rows, Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,8 @@ class Policy:
     The base is frozen, so the adapters, and what else trains, are enough to merge an old policy again.
     """
 
-    adapters: dict[str, tuple[Adapter, ...]] = field(default_factory=dict)  # by checkpoint name
+    adapters: dict[str, tuple[Adapter, ...]] = field(default_factory=dict)  # by FQN, as all that follows
+    rows: dict[str, tuple[Rows, ...]] = field(default_factory=dict)
     copies: dict[str, torch.Tensor] = field(default_factory=dict)
     is_known: bool = True  # not of FSDP1, whose parameters can only be read while it gathers them
 
@@ -29,17 +30,28 @@ class Policy:
         """A model that trains without adapters is not copied: it is too large."""
         if any(fsdp1.is_flattened(tensor) for task in plan.tasks for tensor in task.tensors()):
             return Policy(is_known=False)
-        adapters, copies = {}, {}
-        with_adapters = any(task.adapters for task in plan.tasks)
-        for task in plan.tasks:
+        policy = Policy()
+        with_adapters = any(task.fate == "merged" for task in plan.tasks)
+        for task in by_fqn(plan).values():
             if task.adapters:
-                adapters[task.meta.name] = tuple(
-                    replace(a, lora_A=a.lora_A.detach().clone(), lora_B=a.lora_B.detach().clone())
-                    for a in task.adapters
-                )
-            elif task.trained and with_adapters:
-                copies[task.meta.name] = task.base.detach().to(task.meta.dtype, copy=True)
-        return Policy(adapters=adapters, copies=copies)
+                policy.adapters[task.fqn] = tuple(adapter.map(_copied) for adapter in task.adapters)
+            if task.rows:
+                policy.rows[task.fqn] = tuple(replace(rows, values=_copied(rows.values)) for rows in task.rows)
+            if task.trained and task.fate == "copied" and with_adapters:
+                policy.copies[task.fqn] = task.base.detach().to(task.meta.dtype, copy=True)
+        return policy
+
+    def fqns(self) -> set[str]:
+        return {*self.adapters, *self.rows, *self.copies}
+
+
+def by_fqn(plan: Plan) -> dict[str, Task]:
+    """One task of each live tensor: what adapts it is the same for all its parts."""
+    return {task.fqn: task for task in plan.tasks}
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone()
 
 
 @dataclass
@@ -67,8 +79,7 @@ class EngineState:
         self.policy, self.checksums = Policy(), {}
 
     def covered_by(self, plan: Plan) -> bool:
-        names = {task.meta.name for task in plan.tasks}
-        return self.policy.adapters.keys() <= names and self.policy.copies.keys() <= names
+        return self.policy.fqns() <= {task.fqn for task in plan.tasks}
 
     def remember(
         self, policy: Policy, rounding: Mapping[str, Rounding], weight_version: str | None, fingerprint: object
@@ -86,23 +97,23 @@ class EngineState:
             return [name for name, found in rounding.items() if found.changed]
         if not self.policy.is_known:
             return []
-        moved = []
-        for task in plan.tasks:
-            if not task.adapters:
-                continue
-            old = self.policy.adapters.get(task.meta.name, ())
-            if len(old) != len(task.adapters) or not all(map(_same, old, task.adapters)):
-                moved.append(task.meta.name)
-        return moved
+        moved = {
+            fqn
+            for fqn, task in by_fqn(plan).items()
+            if task.adapters and not _same(self.policy.adapters.get(fqn, ()), task.adapters)
+        }
+        return [task.meta.name for task in plan.tasks if task.fqn in moved]
 
     def moved_copies(self, plan: Plan) -> bool:
-        """Whether a tensor that trains without an adapter differs from what was last sent, or was never sent."""
-        return any(
-            task.meta.name not in self.policy.copies
-            or not shards.same_values(self.policy.copies[task.meta.name], task.base.detach().to(task.meta.dtype))
-            for task in plan.tasks
-            if task.trained and not task.adapters
-        )
+        """Whether a tensor that trains without a delta differs from what was last sent, or was never sent."""
+        for fqn, task in by_fqn(plan).items():
+            if task.rows and not _same_rows(self.policy.rows.get(fqn, ()), task.rows):
+                return True
+            if task.trained and task.fate == "copied":
+                old_copy = self.policy.copies.get(fqn)
+                if old_copy is None or not shards.same_values(old_copy, task.base.detach().to(task.meta.dtype)):
+                    return True
+        return False
 
     def is_unmoved(self, name: str, rounding: Rounding) -> bool:
         if name in self.checksums:
@@ -111,23 +122,35 @@ class EngineState:
 
     def old_task(self, task: Task) -> Task | None:
         """The task that sends what the engine held before; None where that is not known."""
-        name = task.meta.name
-        if not self.policy.is_known:
+        policy = self.policy
+        if not policy.is_known:
             return None
-        if name in self.policy.adapters:
-            return replace(task, adapters=self.policy.adapters[name])
-        if name in self.policy.copies:
-            return replace(task, base=self.policy.copies[name], adapters=())
-        if task.trained and not task.adapters:
+        if task.fqn in policy.copies:
+            return replace(task, base=policy.copies[task.fqn], adapters=(), rows=())
+        if task.trained and task.fate == "copied":
             return None  # never sent before: only the engine's own checkpoint has it
-        return replace(task, adapters=())
+        return replace(task, adapters=policy.adapters.get(task.fqn, ()), rows=policy.rows.get(task.fqn, ()))
 
 
-def _same(one: Adapter, other: Adapter) -> bool:
+def _same(one: Sequence[Adapter], other: Sequence[Adapter]) -> bool:
     # By value: every dtype of an adapter is exact in float32, and a cast or a move alone is no update.
-    pairs = ((one.lora_A, other.lora_A), (one.lora_B, other.lora_B))
-    return one.scaling == other.scaling and all(
-        shards.same_values(a.detach().float(), b.detach().float()) for a, b in pairs
+    if len(one) != len(other):
+        return False
+    return all(
+        a.scaling == b.scaling
+        and len(a.tensors()) == len(b.tensors())
+        and all(
+            shards.same_values(x.detach().float(), y.detach().float())
+            for x, y in zip(a.tensors(), b.tensors(), strict=True)
+        )
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def _same_rows(one: Sequence[Rows], other: Sequence[Rows]) -> bool:
+    return len(one) == len(other) and all(
+        a.indices == b.indices and shards.same_values(a.values.detach(), b.values.detach())
+        for a, b in zip(one, other, strict=True)
     )
 
 

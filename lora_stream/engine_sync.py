@@ -43,6 +43,9 @@ def sync(
     onload: Callable[..., object] | None = None,
     offload: Callable[..., object] | None = None,
     precision: Precision = "float32",
+    untie: bool = False,
+    rename: Callable[[str], str] | None = None,
+    check_finite: bool = True,
     weight_version: str | None = None,
     allow_unmoved: bool = False,
     in_place: bool = False,
@@ -63,7 +66,7 @@ def sync(
         engine was started on the very base weights of the model; later ones send what trains ("trained" scope).
         base_loaded does not count for an engine that says that somebody has sent it weights since.
     wire_dtype: None takes the engine's dtype, or bfloat16 where it has no wish.
-    adapter_name, onload, offload, precision: as in ``stream``.
+    adapter_name, onload, offload, precision, untie, rename, check_finite: as in ``stream``.
     weight_version: what the engine reports with its outputs from now on; None counts syncs.
     allow_unmoved: do not raise when an adapter that has moved changes nothing after rounding.
     in_place: write exactly the touched tensors where the engine keeps them, without vLLM's reload and without the siblings
@@ -80,7 +83,7 @@ def sync(
     """
     begin = time.perf_counter()
     is_fast(precision)  # refuses what is no precision
-    side = Side(model, adapter_name=adapter_name, wire_dtype=wire_dtype, in_place=in_place)
+    side = Side(model, adapter_name=adapter_name, wire_dtype=wire_dtype, in_place=in_place, untie=untie, rename=rename)
     prepare = partial(
         side.prepare, engine, full=full, base_loaded=base_loaded, deadline_s=deadline_s, staging_bytes=staging_bytes
     )
@@ -102,6 +105,7 @@ def sync(
             staging=None if side.target is None else side.target.staging,
             bucket_bytes=bucket_bytes,
             precision=precision,
+            check_finite=check_finite,
         )
 
     begin_update = time.perf_counter()
@@ -146,6 +150,7 @@ def sync(
         copied=plan.names("copied"),
         left=plan.names("left"),
         consumed=plan.names("consumed"),
+        account=plan.account,
         num_bytes=plan.num_bytes,
         num_bytes_left=everything.num_bytes - plan.num_bytes,
         num_bytes_gathered=stats.traffic.gathered,

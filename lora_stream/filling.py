@@ -11,13 +11,14 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from lora_stream import ops, shards
 from lora_stream.gathering import Arrived, Gathering, Report
-from lora_stream.merging import Merge, Pair, Traffic, merge
+from lora_stream.merging import Merge, Pair, Traffic, merge, not_finite, pair_of, replace_rows, scale_of
 from lora_stream.plan import Task
 
 
@@ -83,12 +84,17 @@ class Filling:
         precision: ops.Precision = "float32",
         gathering: Gathering | None = None,
         traffic: Traffic | None = None,
+        scales: dict[str, torch.Tensor] | None = None,
+        check_finite: bool = True,
     ) -> None:
-        """gathering: where the tensors that are not whole on this rank come from. traffic: counts what is done."""
+        """gathering: where the tensors that are not whole on this rank come from. traffic: counts what is done. scales: of
+        DoRA's weights that are cut over batches, by checkpoint name; one for all batches of a pass."""
         self.parts = deque(batch.parts)
         self.announce = batch.announce
         self.num_bytes = sum(part.out.nbytes for part in self.parts)
         self._traffic = Traffic() if traffic is None else traffic
+        self._scales = {} if scales is None else scales
+        self._check_finite = check_finite
         self._precision: ops.Precision = precision
         # What was merged here, whether from its first element on, and its statistics. Not the parts, which hold `out`.
         self._merges: list[tuple[list[tuple[Task, bool]], torch.Tensor]] = []
@@ -128,13 +134,21 @@ class Filling:
         found = []
         for merged, statistics in self._merges:
             for (task, is_first), row in zip(merged, statistics.tolist(), strict=True):
-                found.append((task.meta.name, _rounding(task, row), is_first))
+                found.append((task.meta.name, self._rounding(task, row), is_first))
         for report, headers in self._reports:
             rows = report.read(headers)
             for task in report.merged:
                 if task.meta.name in self._gathered:
-                    found.append((task.meta.name, _rounding(task, rows[task.meta.name]), True))
+                    found.append((task.meta.name, self._rounding(task, rows[task.meta.name]), True))
         return found
+
+    def _rounding(self, task: Task, row: Sequence[float]) -> Rounding:
+        changed, unmoved, kept_sq, delta_sq, checksum = row
+        if self._check_finite and not math.isfinite(delta_sq):
+            raise not_finite(task)
+        return Rounding(
+            changed=int(changed), unmoved=int(unmoved), kept_sq=kept_sq, delta_sq=delta_sq, checksum=int(checksum)
+        )
 
     def settle(self) -> None:
         """Until no device writes to the batch's memory any more."""
@@ -167,9 +181,7 @@ class Filling:
         far: list[tuple[torch.Tensor, torch.Tensor]] = []  # made on the device, to be copied to where they go
         for part in parts:
             if not part.task.adapters:
-                base = shards.local(part.task.base)
-                source = base if part.is_all else base.reshape(-1)[part.begin : part.end].view(part.out.shape)
-                self._copy_one(source, part.out)
+                self._make_copy(part)
                 self._traffic.made_on[device.type] += part.out.nbytes
         merges = [part for part in parts if part.task.adapters]
         if merges:
@@ -177,6 +189,26 @@ class Filling:
             self._merges.append((merged, self._merge(merges, device, far)))
         if far:
             self._copy(far, queue)
+
+    def _make_copy(self, part: Part) -> None:
+        base = shards.local(part.task.base, part.task.view)
+        source = base if part.is_all else _elements(base, part.begin, part.end).view(part.out.shape)
+        if not part.task.rows:
+            self._copy_one(source, part.out)
+            return
+        made = part.out if _is_near(part.out, source.device) else torch.empty_like(part.out, device=source.device)
+        made.copy_(source)
+        replace_rows(
+            part.task,
+            made,
+            lambda rows: shards.local(rows.values),
+            0,
+            _rows(part),
+            check_finite=self._check_finite,
+            traffic=self._traffic,
+        )
+        if made is not part.out:
+            self._copy_one(made, part.out)
 
     def _merge(
         self, parts: Sequence[Part], device: torch.device, far: list[tuple[torch.Tensor, torch.Tensor]]
@@ -186,15 +218,37 @@ class Filling:
         merges = []
         for part in parts:
             rows = _rows(part)
-            base = self._traffic.to(shards.local(part.task.base)[rows], device)
+            base = self._traffic.to(shards.local(part.task.base, part.task.view)[rows], device)
             out = part.out
             if not (_is_near(out, device) or (writes_to_host() and _is_pinned(out))):
                 out = torch.empty_like(part.out, device=device)
                 far.append((out, part.out))
                 self._traffic.cross(out, part.out.device)
-            merges.append(Merge(base, _pairs(part.task, rows), out))
+            pairs = [
+                pair_of(part.task, adapter, shards.local(adapter.lora_A), shards.local(adapter.lora_B), 0, rows)
+                for adapter in part.task.adapters
+            ]
+            merges.append(Merge(base, pairs, out, self._scale(part, base, pairs[0])))
         statistics = merge(merges, precision=self._precision, traffic=self._traffic)
         return statistics if queue_of(device) is None else _bring_to_host(statistics)
+
+    def _scale(self, part: Part, base: torch.Tensor, pair: Pair) -> torch.Tensor | None:
+        """base, pair: of the part's rows."""
+        (adapter, *_), name = part.task.adapters, part.task.meta.name
+        if adapter.magnitude is None:
+            return None
+        magnitude = shards.local(adapter.magnitude)
+        of = partial(scale_of, adapter, precision=self._precision, traffic=self._traffic)
+        if not adapter.transposed:
+            return of(base, pair, magnitude[_rows(part)])
+        if part.is_all:
+            return of(base, pair, magnitude)
+        if part.begin == 0:
+            # A row holds one input of all outputs: the norms are of the whole weight, and all of its parts need them.
+            whole = self._traffic.to(shards.local(part.task.base), base.device)
+            pair = pair_of(part.task, adapter, shards.local(adapter.lora_A), shards.local(adapter.lora_B))
+            self._scales[name] = of(whole, pair, magnitude)
+        return self._scales.pop(name) if part.is_last else self._scales[name]
 
     def _copy_one(self, source: torch.Tensor, out: torch.Tensor) -> None:
         """On the current stream. With another device, a cast is made before the way if that makes it shorter."""
@@ -254,16 +308,11 @@ def _bring_to_host(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def _rounding(task: Task, row: Sequence[float]) -> Rounding:
-    changed, unmoved, kept_sq, delta_sq, checksum = row
-    if not math.isfinite(delta_sq):
-        raise ValueError(
-            f"{task.fqn}: the delta of its adapter is not finite (NaN or infinity in lora_A or lora_B, or an overflow); the "
-            "engine keeps its weights. Look for a diverged training step"
-        )
-    return Rounding(
-        changed=int(changed), unmoved=int(unmoved), kept_sq=kept_sq, delta_sq=delta_sq, checksum=int(checksum)
-    )
+def _elements(tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    """Of the flattened tensor; where it lies otherwise, only the rows that hold them are copied."""
+    size = tensor[0].numel()
+    first = begin // size
+    return tensor[first : -(-end // size)].reshape(-1)[begin - first * size : end - first * size]
 
 
 def _workplace(part: Part) -> torch.device:
@@ -282,11 +331,3 @@ def _rows(part: Part) -> slice:
             f"{part.task.fqn}: a slot of the staging does not hold one of its rows of {size} elements; make slots larger"
         )
     return slice(None) if size == 0 else slice(part.begin // size, part.end // size)
-
-
-def _pairs(task: Task, rows: slice) -> list[Pair]:
-    pairs = []
-    for adapter in task.adapters:
-        lora_A, lora_B = adapter.factors(shards.local(adapter.lora_A), shards.local(adapter.lora_B))
-        pairs.append((lora_A if lora_A.dim() == 2 else lora_A[rows], lora_B[rows], adapter.scaling))
-    return pairs

@@ -19,9 +19,9 @@ from functools import partial
 import torch
 
 from lora_stream import fsdp1, ops, shards
-from lora_stream.merging import Merge, Pair, Traffic, merge
+from lora_stream.merging import Merge, Pair, Traffic, merge, pair_of, replace_rows, scale_of
 from lora_stream.packing import ALIGNMENT
-from lora_stream.plan import Adapter, ParamMeta, Plan, Task
+from lora_stream.plan import Adapter, ParamMeta, Plan, Task, as_matrix
 from lora_stream.shards import Box
 
 
@@ -66,6 +66,9 @@ class Arrived:
     def add_whole(self, task: Task, tensor: torch.Tensor) -> None:
         self.num_bytes += tensor.nbytes
         self._whole[task.meta.name] = tensor
+
+    def whole(self, task: Task) -> torch.Tensor:
+        return self._whole[task.meta.name]
 
     def copies(
         self, task: Task, begin: int, end: int, out: torch.Tensor
@@ -155,6 +158,7 @@ class Gathering:
         receivers: Collection[int],
         receives: bool,
         precision: ops.Precision,
+        check_finite: bool,
         traffic: Traffic,
         loaded: Callable[[Sequence[torch.Tensor]], contextlib.AbstractContextManager],
     ) -> None:
@@ -168,9 +172,11 @@ class Gathering:
         self._bucket_of = {task.meta.name: i for i, bucket in enumerate(self._buckets) for task in bucket}
         self._receivers, self._receives = receivers, receives
         self._precision: ops.Precision = precision
+        self._check_finite = check_finite
         self._traffic = traffic
         self._loaded = loaded
         self._kept: dict[tuple, torch.Tensor] = {}
+        self._adapters: dict[tuple, dict[int, torch.Tensor | None]] = {}  # gathered, by group and who got them, and id
         self._arrived: Arrived | None = None
         self._num_gathered = 0
         self._failure: BaseException | None = None
@@ -213,6 +219,7 @@ class Gathering:
         finally:
             self._arrived = None
             self._kept.clear()
+            self._adapters.clear()
 
     def _gather_next(self) -> None:
         bucket = self._buckets[self._num_gathered]
@@ -228,6 +235,7 @@ class Gathering:
                 self._gather(bucket, arrived)
                 self._attempt(loaded.close)
                 self._num_gathered += 1
+                self._forget_adapters()
         except Exception:
             self.is_lost = True
             raise
@@ -237,7 +245,7 @@ class Gathering:
         cut: dict[tuple, list[tuple[Task, Box]]] = {}
         rest = []
         for task in bucket:
-            box = shards.box_of(task.base)
+            box = _cut_of(task)
             if box is None:
                 rest.append(task)
             else:
@@ -263,7 +271,7 @@ class Gathering:
         device = shards.device_of(process_group, home)
         if device != home and home.type == "cpu":
             # Over to the device goes whichever is less: the rows as they lie, or merged on the host.
-            as_they_lie = sum(shards.local(task.base).nbytes for task in group.tasks)
+            as_they_lie = sum(shards.local(task.base, task.view).nbytes for task in group.tasks)
             home = home if group.sizes[process_group.rank()] <= as_they_lie else device
         memory = partial(self._memory, (process_group.group_name, home.type))
         sends = memory("sends", max(group.sizes)) if home.type == "cpu" else _new_bytes(max(group.sizes), home)
@@ -305,24 +313,53 @@ class Gathering:
 
     def _merge_own(self, group: _Group, whole: dict[int, torch.Tensor], sends: torch.Tensor) -> None:
         index = group.process_group.rank()
-        merges = []
+        merges, outs = [], []
         for i, (task, box) in enumerate(zip(group.tasks, group.boxes, strict=True)):
-            base, out = self._traffic.to(shards.local(task.base), sends.device), group.part(sends, i, index)
+            base = self._traffic.to(shards.local(task.base, task.view), sends.device)
+            out = group.part(sends, i, index)
+            outs.append(out)
             if task.adapters:
-                merges.append(Merge(base, [_pair(adapter, whole, box) for adapter in task.adapters], out))
+                merges.append(self._merge_of(task, base, out, whole, box))
             else:
                 out.copy_(base)
                 self._traffic.made_on[sends.device.type] += out.nbytes
         if merges:
             statistics = merge(merges, precision=self._precision, traffic=self._traffic)
             group.header(sends)[1:].copy_(statistics.view(-1))
+        for task, box, out in zip(group.tasks, group.boxes, outs, strict=True):
+            self._replace_rows(task, out, whole, box.dim, box.own)
+
+    def _replace_rows(self, task: Task, out: torch.Tensor, whole: dict[int, torch.Tensor], *part: object) -> None:
+        replace_rows(
+            task,
+            out,
+            lambda rows: whole[id(rows.values)],
+            *part,
+            check_finite=self._check_finite,
+            traffic=self._traffic,
+        )
+
+    def _merge_of(
+        self, task: Task, base: torch.Tensor, out: torch.Tensor, whole: dict[int, torch.Tensor], box: Box | None
+    ) -> Merge:
+        pairs = [_pair(task, adapter, whole, box) for adapter in task.adapters]
+        adapter = task.adapters[0]
+        if adapter.magnitude is None:
+            return Merge(base, pairs, out)
+        if _lies_with(task, adapter, adapter.magnitude, box):
+            magnitude = shards.local(adapter.magnitude)
+        else:
+            magnitude = whole[id(adapter.magnitude)][slice(None) if box is None else box.own]
+        scale = scale_of(adapter, base, pairs[0], magnitude, precision=self._precision, traffic=self._traffic)
+        return Merge(base, pairs, out, scale)
 
     def _gather_whole(self, tasks: Sequence[Task], arrived: Arrived) -> None:
         """Tensors that are whole on each rank once gathered: those cut more than once, and FSDP1's; or that are whole, but
         their adapters are not. Every rank that receives merges all of them."""
         boxes = [None] * len(tasks)
         whole = self._gather_adapters(tasks, boxes, lambda group: shards.indices_of(group, self._receivers))
-        bases = [self._whole(task.base) for task in tasks]
+        live = {id(task.base): self._whole(task.base) for task in tasks}
+        bases = [live[id(task.base)] if task.view is None else task.view.of(live[id(task.base)]) for task in tasks]
         if self._receives and self._failure is None:
             self._attempt(lambda: self._merge_whole(tasks, bases, whole, arrived))
 
@@ -333,7 +370,7 @@ class Gathering:
         for task, base in zip(tasks, bases, strict=True):
             out = torch.empty(task.meta.shape, dtype=task.meta.dtype, device=base.device)
             if task.adapters:
-                merges.append(Merge(base, [_pair(adapter, whole, None) for adapter in task.adapters], out))
+                merges.append(self._merge_of(task, base, out, whole, None))
                 merged.append(task)
             else:
                 out.copy_(base)
@@ -343,6 +380,8 @@ class Gathering:
             statistics = merge(merges, precision=self._precision, traffic=self._traffic)
             header = torch.cat([statistics.new_zeros(1), statistics.view(-1)])
             arrived.reports.append(Report(merged, header[None], [0]))
+        for task in tasks:
+            self._replace_rows(task, arrived.whole(task), whole)
 
     def _attempt(self, work: Callable[[], object]) -> None:
         """What concerns this rank alone: its failure must not keep it from the others."""
@@ -366,15 +405,16 @@ class Gathering:
         boxes: Sequence[Box | None],
         merging: "Callable[[shards.ProcessGroup], Collection[int]]",
     ) -> dict[int, torch.Tensor]:
-        """Every lora_A and lora_B that a merge here needs all of, by id: those of one group in one collective.
+        """Every adapter tensor that a merge here needs all of, by id: those of one group in one collective.
 
         merging: which of a group's ranks merge."""
-        needed = {
+        needed = {id(rows.values): rows.values for task in tasks for rows in task.rows}
+        needed |= {
             id(tensor): tensor
             for task, box in zip(tasks, boxes, strict=True)
             for adapter in task.adapters
-            for tensor in (adapter.lora_A, adapter.lora_B)
-            if not _lies_with(adapter, tensor, box)
+            for tensor in adapter.tensors()
+            if not _lies_with(task, adapter, tensor, box)
         }
         whole: dict[int, torch.Tensor] = {}
         by_group: dict[tuple, list[tuple[torch.Tensor, Box]]] = {}
@@ -385,13 +425,28 @@ class Gathering:
             else:
                 by_group.setdefault((box.group.group_name, tensor.device.type), []).append((tensor, box))
         what = f"could not gather the adapters of {tasks[0].fqn} to {tasks[-1].fqn}"
-        for cut in by_group.values():
-            whole |= self._gather_tensors(cut, merging(cut[0][1].group), what)
+        for key, cut in by_group.items():
+            receivers = merging(cut[0][1].group)
+            # Experts are one weight each to a checkpoint, with one adapter for all of them: it is gathered once. All ranks
+            # know alike what was gathered before, whether they got it or not.
+            kept = self._adapters.setdefault((*key, tuple(receivers)), {})
+            missing = [(tensor, box) for tensor, box in cut if id(tensor) not in kept]
+            if missing:
+                kept |= self._gather_tensors(missing, receivers, what)
+            whole |= {id(tensor): kept[id(tensor)] for tensor, _ in cut if kept[id(tensor)] is not None}
         return whole
+
+    def _forget_adapters(self) -> None:
+        """Those that the next bucket does not need."""
+        following = self._buckets[self._num_gathered : self._num_gathered + 1]
+        needed = {id(tensor) for task in itertools.chain(*following) for tensor in task.tensors()}
+        self._adapters = {
+            key: {each: whole for each, whole in kept.items() if each in needed} for key, kept in self._adapters.items()
+        }
 
     def _gather_tensors(
         self, cut: Sequence[tuple[torch.Tensor, Box]], receivers: Collection[int], what: str
-    ) -> dict[int, torch.Tensor]:
+    ) -> dict[int, torch.Tensor | None]:
         group = cut[0][1].group
         layout = _Group.of([(_as_task(tensor), box) for tensor, box in cut])
         device = shards.device_of(group, cut[0][0].device)
@@ -402,7 +457,7 @@ class Gathering:
             layout.part(sends, i, group.rank()).copy_(part)
         sent = self._exchange(layout, sends, receivers, what)
         if sent is None:
-            return {}
+            return {id(tensor): None for tensor, _ in cut}
         return {
             id(tensor): torch.cat([layout.part(memory, k, i) for i, memory in enumerate(sent)], dim=box.dim)
             for k, (tensor, box) in enumerate(cut)
@@ -421,27 +476,33 @@ def _as_task(tensor: torch.Tensor) -> Task:
     return Task(meta=ParamMeta("", tensor.dtype, tuple(tensor.shape)), fqn="", base=tensor)
 
 
-def _lies_with(adapter: Adapter, tensor: torch.Tensor, box: Box | None) -> bool:
-    """Whether this rank holds exactly what its rows of the weight need of lora_B: FSDP2 cuts both alike."""
-    lies_otherwise = adapter.transposed or adapter.num_experts is not None
-    if box is None or box.dim != 0 or lies_otherwise or tensor is not adapter.lora_B:
+def _cut_of(task: Task) -> Box | None:
+    """How the ranks merge it, each its part; None where it must be gathered first."""
+    box = shards.box_of(task.base, task.view)
+    if box is not None and task.adapters:
+        inputs = 0 if task.adapters[0].transposed else 1
+        is_whole_norm = task.adapters[0].magnitude is None or box.dim != inputs
+        is_matrix = task.adapters[0].num_experts is not None or box.dim <= 1
+        if not (is_whole_norm and is_matrix):
+            return None
+    return box
+
+
+def _lies_with(task: Task, adapter: Adapter, tensor: torch.Tensor, box: Box | None) -> bool:
+    """Whether this rank holds exactly what its rows of the weight need of lora_B or the magnitude: FSDP2 cuts all alike."""
+    lies_otherwise = adapter.transposed or adapter.num_experts is not None or task.view is not None
+    if box is None or box.dim != 0 or lies_otherwise or tensor is adapter.lora_A:
         return False
     return box.lies_like(shards.box_of(tensor))
 
 
-def _pair(adapter: Adapter, whole: dict[int, torch.Tensor], box: Box | None) -> Pair:
+def _pair(task: Task, adapter: Adapter, whole: dict[int, torch.Tensor], box: Box | None) -> Pair:
     """What makes the delta of this rank's part of the weight; of all of it without a box."""
-    if box is not None and _lies_with(adapter, adapter.lora_B, box):
-        return whole[id(adapter.lora_A)], shards.local(adapter.lora_B), adapter.scaling
-    lora_A, lora_B = adapter.factors(whole[id(adapter.lora_A)], whole[id(adapter.lora_B)])
-    axis = None if box is None else box.dim - lora_A.dim()
-    if axis == -3:  # experts
-        lora_A, lora_B = lora_A[box.own], lora_B[box.own]
-    elif axis == -2:
-        lora_B = lora_B[..., box.own, :]
-    elif axis == -1:
-        lora_A = lora_A[..., box.own]
-    return lora_A, lora_B, adapter.scaling
+    lora_A = whole[id(adapter.lora_A)]
+    if _lies_with(task, adapter, adapter.lora_B, box):
+        return as_matrix(lora_A), as_matrix(shards.local(adapter.lora_B)), adapter.scaling
+    part = () if box is None else (box.dim, box.own)
+    return pair_of(task, adapter, lora_A, whole[id(adapter.lora_B)], *part)
 
 
 @contextlib.contextmanager

@@ -111,6 +111,10 @@ class MergedWeights:
         DEVICE_BUCKET_BYTES on a device. Memory above the model: two buckets and the largest tensor.
     device: where the yielded tensors are; None: where they were made, which is where the base lies.
     precision: of the product on CUDA devices, see ops.merge_cast_.
+    untie: yield both of two tensors that are tied in the model's checkpoints (embedding and head), for an engine that was
+        started untied; without it one of them, and a tie that adapters have broken is refused.
+    rename: of checkpoint names, for a consumer that has its own.
+    check_finite: raise for a delta that is NaN or infinite, before a tensor of its batch is yielded.
     fused_modules: names of modules that the engine stacks into one, see plan.py.
     gather: of a sharded model: "all" yields every tensor on every rank; "sender" on those that send them on, the others
         take part, get nothing and never hold a whole tensor.
@@ -132,6 +136,9 @@ class MergedWeights:
         bucket_bytes: int | None = None,
         device: torch.device | str | None = None,
         precision: ops.Precision = "float32",
+        untie: bool = False,
+        rename: Callable[[str], str] | None = None,
+        check_finite: bool = True,
         fused_modules: Sequence[Sequence[str]] = FUSED_MODULES,
         gather: Gather = "all",
         is_sender: bool | None = None,
@@ -150,6 +157,8 @@ class MergedWeights:
         self._offload = offload
         self._bucket_bytes = bucket_bytes
         self._device = None if device is None else torch.device(device)
+        self._untie, self._rename = untie, rename
+        self._check_finite = check_finite
         self._fused_modules = fused_modules
         self._gather: Gather = gather
         self._is_sender = is_sender
@@ -158,9 +167,12 @@ class MergedWeights:
     def _build_plan(self) -> tuple[Plan, Ranks]:
         ranks = ranks_of(self._model)
         try:
-            records = read_model(self._model, adapter_name=self._adapter_name)
             plan = build_plan(
-                records, wire_dtype=self._wire_dtype, scope=self._scope, fused_modules=self._fused_modules
+                read_model(self._model, adapter_name=self._adapter_name, untie=self._untie),
+                wire_dtype=self._wire_dtype,
+                scope=self._scope,
+                fused_modules=self._fused_modules,
+                rename=self._rename,
             )
         except BaseException as error:
             refuse(ranks, error)
@@ -206,6 +218,7 @@ class MergedWeights:
             staging=staging,
             bucket_bytes=self._bucket_bytes,
             precision=self._precision,
+            check_finite=self._check_finite,
         )
 
 
@@ -235,6 +248,9 @@ def stream(
     bucket_bytes: int | None = None,
     device: torch.device | str | None = None,
     precision: ops.Precision = "float32",
+    untie: bool = False,
+    rename: Callable[[str], str] | None = None,
+    check_finite: bool = True,
     gather: Gather = "all",
     is_sender: bool | None = None,
 ) -> "Stream":
@@ -253,6 +269,9 @@ def stream(
         bucket_bytes=bucket_bytes,
         device=device,
         precision=precision,
+        untie=untie,
+        rename=rename,
+        check_finite=check_finite,
         gather=gather,
         is_sender=is_sender,
     ).first_pass()
@@ -276,6 +295,7 @@ class Stream:
         staging: Staging | None = None,
         bucket_bytes: int | None = None,
         precision: ops.Precision = "float32",
+        check_finite: bool = True,
     ) -> None:
         """ranks: who goes through this pass together; receives: whether this rank is to get the tensors."""
         self.plan = plan
@@ -293,6 +313,7 @@ class Stream:
             FreshStaging() if staging is None else staging,
             bucket_bytes_for(plan, bucket_bytes),
             precision,
+            check_finite,
             self.stats,
             _Versions(plan),
             _Ready(plan),
@@ -336,6 +357,7 @@ def _generate(
     staging: Staging,
     bucket_bytes: int,
     precision: ops.Precision,
+    check_finite: bool,
     stats: PassStats,
     versions: "_Versions",
     ready: "_Ready",
@@ -345,10 +367,11 @@ def _generate(
     batches = staging.batches(plan)
     filling: deque[Filling] = deque()
     gathering: Gathering | None = None
+    scales: dict[str, torch.Tensor] = {}
     try:
         yield  # type: ignore[misc]  # Stream.__init__ stops here
         with uninterrupted():  # an interrupt after they agreed would leave the others in the first gather
-            gathering = _agree(plan, ranks, receives, bucket_bytes, precision, stats.traffic, loading)
+            gathering = _agree(plan, ranks, receives, bucket_bytes, precision, check_finite, stats.traffic, loading)
         yield  # type: ignore[misc]  # Stream.begin stops here
         versions.check()
         if onload is not None:
@@ -364,7 +387,16 @@ def _generate(
                     versions.check()
                     ready.wait()
                     begin = time.perf_counter()
-                    filling.append(Filling(batch, precision=precision, gathering=gathering, traffic=stats.traffic))
+                    filling.append(
+                        Filling(
+                            batch,
+                            precision=precision,
+                            gathering=gathering,
+                            traffic=stats.traffic,
+                            scales=scales,
+                            check_finite=check_finite,
+                        )
+                    )
                     del batch  # the tensors are held by who takes them alone
                     alive = sum(each.num_bytes for each in filling) + (gathering.num_bytes if gathering else 0)
                     stats.peak_staging_bytes = max(stats.peak_staging_bytes, staging.num_bytes, alive)
@@ -411,6 +443,7 @@ def _agree(
     receives: bool,
     bucket_bytes: int,
     precision: ops.Precision,
+    check_finite: bool,
     traffic: Traffic,
     loading: "_Loading",
 ) -> Gathering | None:
@@ -431,6 +464,7 @@ def _agree(
         receivers=receivers,
         receives=receives,
         precision=precision,
+        check_finite=check_finite,
         traffic=traffic,
         loaded=loading.bucket,
     )
@@ -441,7 +475,9 @@ def _describe(task: Task) -> str:
     parts = [f"{task.fqn} as {task.meta}", shards.describe(task.base), str(task.base.dtype)]
     for a in task.adapters:
         parts.append(f"adapter {a.name} times {a.scaling}")
-        parts += [f"{tuple(each.shape)} {each.dtype} {shards.describe(each)}" for each in (a.lora_A, a.lora_B)]
+        parts += [f"{tuple(each.shape)} {each.dtype} {shards.describe(each)}" for each in a.tensors()]
+    for rows in task.rows:
+        parts.append(f"rows {rows.indices} of adapter {rows.name}, {rows.values.dtype} {shards.describe(rows.values)}")
     return ", ".join(parts)
 
 

@@ -1,13 +1,14 @@
-"""Merges of whole matrices or of some of their rows: one call of the grouped kernel for many, where the weights lie."""
+"""Merges of weights or of parts of them: one call of the grouped kernel for many, where the weights lie."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
-from lora_stream import ops
+from lora_stream import dora, ops
+from lora_stream.plan import Adapter, Rows, Task, as_matrix
 
 # lora_A: [..., r, cols]; lora_B: [..., rows, r]; scaling. Of a weight [..., rows, cols].
 Pair = tuple[torch.Tensor, torch.Tensor, float]
@@ -33,22 +34,103 @@ class Traffic:
 
 
 class Merge(NamedTuple):
-    """out = round(base + sum of the pairs' deltas). base and out: [rows, cols] or [experts, rows, cols], of one device."""
+    """out = round(base + sum of the pairs' deltas), or round(scale * (base + delta)). All of one device.
+
+    base and out: of one shape; [experts, rows, cols] where the pairs are of experts, otherwise a matrix or taken as one, see
+    plan.Adapter. scale: float32 [rows, 1] or [1, cols], see dora.py.
+    """
 
     base: torch.Tensor
     pairs: Sequence[Pair]
     out: torch.Tensor
+    scale: torch.Tensor | None = None
+
+
+def pair_of(
+    task: Task, adapter: Adapter, lora_A: torch.Tensor, lora_B: torch.Tensor, dim: int = 0, own: slice = slice(None)
+) -> Pair:
+    """What makes the delta of [own] of dimension `dim` of what the task hands over. lora_A, lora_B: all of the adapter's."""
+    lora_A, lora_B = task.factors(adapter, lora_A, lora_B)
+    axis = dim - (lora_A.dim() - 2)
+    if axis < 0:  # experts
+        lora_A, lora_B = lora_A[own], lora_B[own]
+    elif axis == 0:
+        lora_B = lora_B[..., own, :]
+    else:
+        assert axis == 1, "a kernel's dimensions are not cut"
+        width = torch.Size(task.meta.shape[dim + 1 :]).numel()  # of a convolution's [out, in, *kernel]
+        lora_A = lora_A[..., own.start * width : own.stop * width]
+    return lora_A, lora_B, adapter.scaling
+
+
+def scale_of(
+    adapter: Adapter,
+    base: torch.Tensor,
+    pair: Pair,
+    magnitude: torch.Tensor,
+    *,
+    precision: ops.Precision,
+    traffic: Traffic,
+) -> torch.Tensor:
+    """Of DoRA, for a Merge. base: matrix with all inputs of some outputs, and the pair and the magnitude of these."""
+    lora_A, lora_B, scaling = pair
+    lora_A, lora_B, magnitude = (traffic.to(each, base.device) for each in (lora_A, lora_B, magnitude))
+    dim = 0 if adapter.transposed else 1
+    return magnitude.float().unsqueeze(dim) / dora.norms(base, lora_A, lora_B, scaling, dim, precision)
+
+
+def not_finite(task: Task) -> ValueError:
+    return ValueError(
+        f"{task.fqn}: what its adapter makes of it is not finite (NaN or infinity in the adapter, or an overflow); the engine "
+        "keeps its weights. Look for a diverged training step, or pass check_finite=False to send it"
+    )
+
+
+def replace_rows(
+    task: Task,
+    out: torch.Tensor,
+    values_of: Callable[[Rows], torch.Tensor],
+    dim: int = 0,
+    own: slice = slice(None),
+    *,
+    check_finite: bool,
+    traffic: Traffic,
+) -> None:
+    """Write the rows that the task's adapters replace into what was made of [own] of dimension `dim`.
+
+    Raises ValueError for rows that are not finite, with check_finite."""
+    for rows in task.rows:
+        values = values_of(rows)
+        if check_finite and not values.isfinite().all():
+            raise not_finite(task)
+        values = traffic.to(values, out.device)
+        indices = torch.tensor(rows.indices, device=out.device)
+        if dim == 1:
+            values = values[:, own]
+        elif own != slice(None):
+            is_own = (indices >= own.start) & (indices < own.stop)
+            values, indices = values[is_own], indices[is_own] - own.start
+        out[indices] = values.to(out.dtype)
 
 
 def merge(merges: Sequence[Merge], *, precision: ops.Precision, traffic: Traffic) -> torch.Tensor:
     """Do them, without gradients. Returns what rounding did, [len(merges), NUM_STATS] float64 on their device, see ops."""
     device = merges[0].base.device
     bases, lora_As, lora_Bs, scalings, outs, owners = [], [], [], [], [], []
-    for i, (base, pairs, out) in enumerate(merges):
-        lora_A, lora_B, scaling = _summed(pairs)
+    scaled: dict[int, torch.Tensor] = {}
+    for i, (base, pairs, out, scale) in enumerate(merges):
+        lora_A, lora_B, scaling = summed(pairs)
         # The base may be offloaded, and the adapter not: the merge is where the base is.
-        matrices = [base, traffic.to(lora_A, device), traffic.to(lora_B, device), out]
-        for matrix, A, B, into in zip(*matrices, strict=True) if base.dim() == 3 else [matrices]:
+        lora_A, lora_B = traffic.to(lora_A, device), traffic.to(lora_B, device)
+        if scale is not None:
+            scaled[i] = dora.merge(as_matrix(base), (lora_A, lora_B, scaling), scale, as_matrix(out), precision)
+            continue
+        # Views of out: it is contiguous, or rows of what is.
+        if lora_A.dim() == 2:
+            matrices = [(as_matrix(base), lora_A, lora_B, as_matrix(out))]
+        else:
+            matrices = zip(base, lora_A, lora_B, out, strict=True)
+        for matrix, A, B, into in matrices:
             # The kernel wants a row's elements adjacent; a base that was loaded transposed is copied, one at a time.
             bases.append(matrix if matrix.stride(1) == 1 else matrix.contiguous())
             lora_As.append(A)
@@ -59,16 +141,18 @@ def merge(merges: Sequence[Merge], *, precision: ops.Precision, traffic: Traffic
     statistics = torch.empty(len(bases), ops.NUM_STATS, dtype=torch.float64, device=device)
     if bases:  # of experts there may be none on this rank
         ops.merge_cast_grouped_(bases, lora_As, lora_Bs, scalings, outs, statistics, precision=precision)
-    traffic.made_on[device.type] += sum(out.nbytes for out in outs)
+    traffic.made_on[device.type] += sum(merge.out.nbytes for merge in merges)
     if owners == list(range(len(merges))):
         return statistics
     sums = statistics.new_zeros(len(merges), ops.NUM_STATS)
     sums.index_add_(0, torch.tensor(owners, dtype=torch.long, device=device), statistics)
+    for i, row in scaled.items():
+        sums[i] = row
     sums[:, -1].remainder_(2.0**32)  # the checksum, see ops; whole numbers below 2**53, so this is exact
     return sums
 
 
-def _summed(pairs: Sequence[Pair]) -> Pair:
+def summed(pairs: Sequence[Pair]) -> Pair:
     """One pair for the sum of all: concatenated along the rank, with differing scalings multiplied into lora_B in float32."""
     (lora_A, lora_B, scaling), *others = pairs
     if not others:

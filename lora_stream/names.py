@@ -4,6 +4,7 @@ Prefixes are removed by looking at module types while walking, never by searchin
 of its own called `module` or `base_layer`.
 """
 
+import re
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -11,9 +12,11 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lora_stream import shards
 from lora_stream.plan import Record
+from lora_stream.views import View
 
 # (module that defines it, class, attribute that holds the wrapped module). Looked up in sys.modules: where the defining
 # module was never imported, no instance can exist.
@@ -64,12 +67,12 @@ def declared_ties(base_model: nn.Module) -> dict[str, str]:
     return dict.fromkeys(keys, f"{kept}.weight") if kept is not None else {}
 
 
-def checkpoint_names(base_model: nn.Module, records: Sequence[Record]) -> list[Record]:
-    """The records under the names that `base_model.save_pretrained` would write.
+def checkpoint_records(base_model: nn.Module, records: Sequence[Record]) -> list[Record]:
+    """The records under the names, and in the pieces, that `base_model.save_pretrained` would write.
 
-    transformers 5 keeps some models under other names, or other shapes, than their checkpoints: its own reverse
-    conversion, run on meta tensors, tells which. Renamed tensors are renamed; raises ValueError for one that a
-    checkpoint splits, joins or reshapes.
+    transformers 5 keeps some models under other names, or in other pieces, than their checkpoints: its own reverse
+    conversion, run on meta tensors, tells which. What a checkpoint splits becomes a record for each piece, with a view of the
+    live tensor. Raises ValueError for a tensor that a checkpoint joins with others or stores in another order of elements.
     """
     loading = sys.modules.get("transformers.core_model_loading")  # transformers 5 has it, and only models of its own
     revert = getattr(loading, "revert_weight_conversion", None)
@@ -77,44 +80,106 @@ def checkpoint_names(base_model: nn.Module, records: Sequence[Record]) -> list[R
     if revert is None or pretrained is None or not isinstance(base_model, pretrained):
         return list(records)
     shapes = tuple((record.name, tuple(record.tensor.shape)) for record in records)
-    known_shapes, known_names = _converted.get(base_model, (None, None))
+    known_shapes, pieces = _converted.get(base_model, (None, None))
     if known_shapes != shapes:
-        known_names = _revert(base_model, records, revert)
-        _converted[base_model] = (shapes, known_names)
-    return [replace(record, name=name) for record, name in zip(records, known_names, strict=True)]
+        pieces = _revert(base_model, records, revert)
+        _converted[base_model] = (shapes, pieces)
+    return [
+        replace(record, name=name, view=view)
+        for record, parts in zip(records, pieces, strict=True)
+        for name, view in parts
+    ]
 
 
-# What the conversion said of a model, which is slow to ask: {model: (names and shapes asked for, checkpoint names)}.
-_converted: "weakref.WeakKeyDictionary[nn.Module, tuple[tuple, list[str]]]" = weakref.WeakKeyDictionary()
+# What checkpoints hold of a tensor: names, and views where it is split or turned.
+Pieces = list[tuple[str, View | None]]
+
+# What the conversion said of a model, which is slow to ask: {model: (names and shapes asked for, pieces of each)}.
+_converted: "weakref.WeakKeyDictionary[nn.Module, tuple[tuple, list[Pieces]]]" = weakref.WeakKeyDictionary()
 
 
-def _revert(base_model: nn.Module, records: Sequence[Record], revert: Callable) -> list[str]:
+class _Uncopied(TorchDispatchMode):
+    """Copies are not made, so that a result is still a view of what it comes from."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.clone.default:
+            return torch.ops.aten.alias.default(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _revert(base_model: nn.Module, records: Sequence[Record], revert: Callable) -> list[Pieces]:
+    # Strides that no two dimensions share, whatever their sizes: what a view took from which is then seen in its own.
     metas = {
-        record.name: torch.empty(record.tensor.shape, dtype=record.tensor.dtype, device="meta") for record in records
+        record.name: torch.empty_strided(record.tensor.shape, _strides(record.tensor.shape), device="meta")
+        for record in records
     }
-    base_model = _with_plain_classes(base_model)
-    if revert(base_model, dict(metas)).keys() == metas.keys():
-        return [record.name for record in records]
-    checkpoint_names = []
-    for record in records:
-        written = revert(base_model, {record.name: metas[record.name]})
-        (name, tensor), *others = written.items()
-        if others or tensor.shape != record.tensor.shape:
+    assert len(metas) == len(records), "names are told apart in the plan"
+    sources = {meta.untyped_storage()._cdata: i for i, meta in enumerate(metas.values())}
+    twin = _twin(base_model)
+    # Some conversions look at the live shapes, under names that the adapters' layers do not have.
+    twin.__dict__["get_parameter"] = metas.__getitem__
+    try:
+        with _Uncopied():
+            written = revert(twin, dict(metas))
+    except Exception as error:
+        raise ValueError(
+            f"the checkpoint names of {type(base_model).__name__} cannot be told: transformers' own conversion fails "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    pieces: list[Pieces] = [[] for _ in records]
+    for name, tensor in written.items():
+        i = sources.get(tensor.untyped_storage()._cdata)
+        view = None if i is None else _view_of(tensor, records[i].tensor.shape)
+        if view is None:
             raise ValueError(
-                f"{record.fqn}: checkpoints of {type(base_model).__name__} hold it as {sorted(written)[:4]}, in other "
-                "pieces than the model does; such models are not supported yet"
+                f"{name}: checkpoints of {type(base_model).__name__} hold it joined from several tensors of the model, or with "
+                "its elements in another order; such tensors cannot be streamed"
             )
-        checkpoint_names.append(name)
-    return checkpoint_names
+        is_all = view.shape == tuple(records[i].tensor.shape) and view.dims == tuple(range(len(view.ranges)))
+        pieces[i].append((name, None if is_all else view))
+    if lost := [record.fqn for record, parts in zip(records, pieces, strict=True) if not parts]:
+        raise ValueError(f"{lost[0]}: checkpoints of {type(base_model).__name__} do not hold it; it cannot be streamed")
+    return pieces
 
 
-def _with_plain_classes(module: nn.Module) -> nn.Module:
-    """The same tree of modules under the classes that they had before fully_shard, for the conversion goes by class names;
-    the module itself where nothing in it was sharded so."""
-    if all(shards.class_before_sharding(each) is type(each) for each in module.modules()):
-        return module
+def _strides(shape: Sequence[int]) -> list[int]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * (size + 1))
+    return strides[::-1] if len(shape) else []
+
+
+def _view_of(tensor: torch.Tensor, shape: Sequence[int]) -> View | None:
+    """Which part of a tensor of `shape`, that lies with _strides, another one is; None where that is no View."""
+    strides, offset = _strides(shape), tensor.storage_offset()
+    begins = []
+    for stride in strides:
+        begins.append(offset // stride)
+        offset -= begins[-1] * stride
+    dims = tuple(strides.index(stride) if stride in strides else -1 for stride in tensor.stride())
+    if -1 in dims or len(set(dims)) < len(dims):
+        return None
+    sizes = dict(zip(dims, tensor.shape, strict=True))
+    return View(tuple((begin, begin + sizes.get(dim, 1)) for dim, begin in enumerate(begins)), dims)
+
+
+def float32_among(base_model: nn.Module, name: str) -> frozenset[torch.dtype]:
+    """The dtypes beside which the model's checkpoints keep a tensor in float32, by what transformers models declare."""
+    found = set()
+    for attribute, dtypes in (
+        ("_keep_in_fp32_modules", (torch.float16,)),  # bfloat16 is wide enough for these
+        ("_keep_in_fp32_modules_strict", (torch.float16, torch.bfloat16)),
+    ):
+        for pattern in getattr(base_model, attribute, None) or ():
+            if re.search(rf"(^|\.)({pattern.replace('*', '.*')})(\.|$)", name):
+                found.update(dtypes)
+    return frozenset(found)
+
+
+def _twin(module: nn.Module) -> nn.Module:
+    """The same tree of modules under the classes that they had before fully_shard, for the conversion goes by class names."""
     plain = shards.class_before_sharding(module)
     twin = plain.__new__(plain)
-    children = {name: None if child is None else _with_plain_classes(child) for name, child in module._modules.items()}
+    children = {name: None if child is None else _twin(child) for name, child in module._modules.items()}
     twin.__dict__ = {**module.__dict__, "_modules": children}
     return twin

@@ -7,23 +7,25 @@ Layers are recognised by their exact class, and a LoRA layer is read only where 
 have another formula, so `isinstance` would merge them wrongly without a word.
 """
 
+import dataclasses
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import torch
 from torch import nn
 
 from lora_stream import fsdp1, names, shards
-from lora_stream.plan import Adapter, ModelRecords, Record
+from lora_stream.plan import Adapter, ModelRecords, Record, Rows
 
 
-def read_model(model: nn.Module, *, adapter_name: str | None = None) -> ModelRecords:
+def read_model(model: nn.Module, *, adapter_name: str | None = None, untie: bool = False) -> ModelRecords:
     """Records of all parameters, persistent buffers and adapters of `model`.
 
     model: a plain module, a PeftModel, or a module with adapters injected; wrappers at any depth are looked through.
     adapter_name: merge this adapter; None merges the active ones, summed.
+    untie: keep both of two tensors that are tied in the model's checkpoints, for an engine that does not tie them.
 
     Raises ValueError, naming module, kind and way out, for everything that cannot be merged right.
     """
@@ -39,8 +41,10 @@ def read_model(model: nn.Module, *, adapter_name: str | None = None) -> ModelRec
     if adapter_name is not None and adapter_name not in reader.adapter_names:
         raise ValueError(f"adapter_name={adapter_name!r}: the model's adapters are {sorted(reader.adapter_names)}")
     base_model = reader.base_model if reader.base_model is not None else names.unwrap(model)
-    _drop_tied(out, names.declared_ties(base_model))
-    out.records = names.checkpoint_names(base_model, out.records)
+    if not untie:
+        _drop_tied(out, names.declared_ties(base_model))
+    out.records = [replace(each, float32_among=names.float32_among(base_model, each.name)) for each in out.records]
+    out.records = names.checkpoint_records(base_model, out.records)
     return out
 
 
@@ -55,19 +59,55 @@ def _drop_tied(model: ModelRecords, ties: dict[str, str]) -> None:
         dropped, kept = by_name.get(dropped_name), by_name.get(kept_name)
         if dropped is None or kept is None:
             continue
-        adapted = dropped.adapters or kept.adapters
         # Two frozen copies of one value are a tie as good as one tensor; two copies that train apart are none.
         shared = dropped.tensor is kept.tensor or (
             not (dropped.trained or kept.trained) and shards.same_values(dropped.tensor, kept.tensor)
         )
-        if adapted or not shared:
-            how = "an adapter on one of them" if adapted else "copies that differ or train apart"
+        if not (shared and _same_update(dropped, kept)):
+            how = "copies that differ or train apart" if not shared else "adapters that differ"
             raise ValueError(
                 f"{dropped.fqn} and {kept.fqn} are tied in this model's checkpoints but have {how}; an engine that ties "
-                "them cannot hold both: untie the model (config.tie_word_embeddings=False) or leave both without adapter"
+                "them cannot hold both: give both one adapter (PEFT's ensure_weight_tying, with "
+                "autocast_adapter_dtype=False), or none, or pass untie=True to send both, to an engine that was started "
+                'untied (vLLM: hf_overrides={"tie_word_embeddings": False})'
             )
         model.records.remove(dropped)
         model.left[dropped.fqn] = f"tied to {kept_name}"
+
+
+def _same_update(one: Record, other: Record) -> bool:
+    """Whether the adapters of two weights change them alike: PEFT ties the pair of a head to that of an embedding, as its
+    transpose. It gives each parameters of its own where it casts them, so values decide."""
+    if len(one.adapters) != len(other.adapters) or len(one.rows) != len(other.rows):
+        return False
+    for a, b in zip(one.adapters, other.adapters, strict=True):
+        parts = [*zip(_factors(a), _factors(b), strict=True)]
+        if a.magnitude is not None and b.magnitude is not None:
+            parts.append((a.magnitude, b.magnitude))
+        elif a.magnitude is not None or b.magnitude is not None:
+            return False
+        if a.scaling != b.scaling or not all(shards.same_values(x, y) for x, y in parts):
+            return False
+    pairs = zip(one.rows, other.rows, strict=True)
+    return all(a.indices == b.indices and shards.same_values(a.values, b.values) for a, b in pairs)
+
+
+def _factors(adapter: Adapter) -> tuple[torch.Tensor, torch.Tensor]:
+    # Of a sharded pair the transposes are cut differently, and so were trained apart.
+    if shards.is_sharded(adapter.lora_A) or fsdp1.is_flattened(adapter.lora_A):
+        return adapter.lora_A, adapter.lora_B
+    return adapter.factors(shards.local(adapter.lora_A), shards.local(adapter.lora_B))
+
+
+# Kinds that PEFT derives from LoRA and that have LoRA's own formula: they differ in how they train.
+_PLAIN_VARIANTS = ("MiCALinearVariant", "MiCAEmbeddingVariant", "VeloraLinearVariant")
+_DORA_VARIANTS = ("DoraLinearVariant", "DoraEmbeddingVariant")
+# Fields of a LoraConfig that ask for a variant of those kinds.
+_KNOWN_VARIANT_FIELDS = ("use_dora", "velora_config", "init_lora_weights")
+# Initialisations that leave the base weight alone; PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA take something out of it.
+_INITS_BESIDE_THE_BASE = ("gaussian", "eva", "orthogonal", "mica")
+# Where PEFT keeps its layers for quantised bases.
+_QUANTISED_LAYERS = ("bnb", "gptq", "awq", "aqlm", "hqq", "eetq", "inc", "te", "torchao")
 
 
 @dataclass
@@ -80,6 +120,7 @@ class _Reader:
     adapter_names: set[str] = field(default_factory=set)
     has_adapters: bool = False
     base_model: nn.Module | None = None  # the model under a PeftModel
+    configs: dict[str, object] = field(default_factory=dict)  # PEFT's, by adapter
 
     def walk(self, module: nn.Module, fqn: str, name: str, trained: bool = False) -> None:
         """fqn: where `module` is; name: where a checkpoint has it; trained: all of it may have changed."""
@@ -88,6 +129,8 @@ class _Reader:
         elif (read := self._reader_of(module, fqn)) is not None:
             read(module, fqn, name)
         else:
+            # A model with adapters injected has PEFT's configs on it.
+            self._check_configs(getattr(module, "peft_config", None), fqn)
             self._read_own_tensors(module, fqn, name, trained)
             for child_name, child in module._modules.items():
                 if child is None:
@@ -99,9 +142,9 @@ class _Reader:
         if "peft" not in sys.modules:
             return None
         import peft
-        from peft.tuners import lora
+        from peft.tuners.lora import layer as lora
         from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
-        from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+        from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper, TrainableTokensWrapper
 
         if isinstance(module, peft.PeftMixedModel):
             raise ValueError(
@@ -112,37 +155,64 @@ class _Reader:
         if isinstance(module, BaseTuner):
             return self._read_tuner
         kind = shards.class_before_sharding(module)
-        if kind in (lora.Linear, lora.Embedding):
+        if kind in (lora.Linear, lora.Embedding, lora.Conv1d, lora.Conv2d, lora.Conv3d):
             return self._read_lora
         if kind is getattr(lora, "ParamWrapper", None):
             return self._read_parameters
         if kind is ModulesToSaveWrapper:
             return self._read_modules_to_save
+        if kind is TrainableTokensWrapper:
+            return self._read_trainable_tokens
         if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
-            raise ValueError(
-                f"{fqn}: {kind.__module__}.{kind.__name__} is not supported; supported are LoRA on torch.nn.Linear, "
-                "torch.nn.Embedding, transformers' Conv1D and target_parameters, and modules_to_save. Leave this module out "
-                "of target_modules, or merge with PEFT"
-            )
+            raise ValueError(f"{fqn}: {kind.__module__}.{kind.__name__} is not supported; {_way_out(kind)}")
         return None
 
     def _read_peft_model(self, module: nn.Module, fqn: str, name: str) -> None:
-        from peft import PeftType
+        self._check_configs(module.peft_config, fqn)
+        self.has_adapters = True
+        self.walk(module.base_model, _join(fqn, "base_model"), name)
 
-        for adapter, config in module.peft_config.items():
+    def _read_tuner(self, module: nn.Module, fqn: str, name: str) -> None:
+        self._check_configs(module.peft_config, fqn)
+        self.has_adapters = True
+        self.base_model = names.unwrap(module.model)
+        self.walk(module.model, _join(fqn, "model"), name)
+
+    def _check_configs(self, configs: object, fqn: str) -> None:
+        """Raise ValueError for what is no LoRA, or a chosen one of a kind that this does not know."""
+        if not isinstance(configs, dict):
+            return
+        from peft import PeftConfig, PeftType
+
+        for adapter, config in configs.items():
+            if not isinstance(config, PeftConfig):
+                continue
+            self.configs[adapter] = config
             if config.peft_type != PeftType.LORA:
                 kind = getattr(config.peft_type, "value", config.peft_type)
                 raise ValueError(
                     f"{fqn or 'the model'}: adapter {adapter!r} is of type {kind}, which lora_stream cannot merge; "
                     "only LORA is supported"
                 )
-        self.has_adapters = True
-        self.walk(module.base_model, _join(fqn, "base_model"), name)
 
-    def _read_tuner(self, module: nn.Module, fqn: str, name: str) -> None:
-        self.has_adapters = True
-        self.base_model = names.unwrap(module.model)
-        self.walk(module.model, _join(fqn, "model"), name)
+    def _check_config(self, adapter: str, fqn: str) -> None:
+        """Of a chosen adapter: newer PEFT may ask for other formulas by fields that this does not know."""
+        config = self.configs.get(adapter)
+        for each in () if config is None else dataclasses.fields(config):
+            is_variant = each.metadata.get("is_lora_variant") or each.metadata.get("lora_variants")
+            if is_variant and each.name not in _KNOWN_VARIANT_FIELDS and getattr(config, each.name):
+                raise ValueError(
+                    f"{fqn}: adapter {adapter!r} has {each.name}={getattr(config, each.name)!r}, which gives its weights "
+                    "another formula than LoRA's; merge it with PEFT if that can, or serve the adapter itself"
+                )
+
+    def _changes_base(self, adapter: str) -> bool:
+        """Whether the weight under the adapter is another than in the base checkpoint."""
+        if adapter not in self.configs:
+            return True  # nobody can tell
+        init = getattr(self.configs[adapter], "init_lora_weights", True)
+        is_kasa = getattr(self.configs[adapter], "kasa_config", None) is not None
+        return is_kasa or (isinstance(init, str) and init.lower() not in _INITS_BESIDE_THE_BASE)
 
     def _read_own_tensors(
         self,
@@ -153,6 +223,11 @@ class _Reader:
         adapters: Mapping[str, tuple[Adapter, ...]] = MappingProxyType({}),
     ) -> None:
         """adapters: by the parameters' own names."""
+        if missing := sorted(adapters.keys() - self.parameters.of(module).keys()):
+            raise ValueError(
+                f"{fqn}: has LoRA on its parameter {missing[0]!r}, but no such parameter now; PEFT takes it away while a "
+                "forward runs: stream between the steps"
+            )
         for own_name, parameter in self.parameters.of(module).items():
             if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
                 raise ValueError(
@@ -167,10 +242,17 @@ class _Reader:
                 self._add(buffer, _join(fqn, own_name), _join(name, own_name), True)
 
     def _add(
-        self, tensor: torch.Tensor, fqn: str, name: str, trained: bool, adapters: tuple[Adapter, ...] = ()
+        self,
+        tensor: torch.Tensor,
+        fqn: str,
+        name: str,
+        trained: bool,
+        adapters: tuple[Adapter, ...] = (),
+        rows: tuple[Rows, ...] = (),
     ) -> None:
-        shards.check_supported(fqn, tensor)
-        self.records.append(Record(name=name, fqn=fqn, tensor=tensor, adapters=adapters, trained=trained))
+        for each in (tensor, *(rows.values for rows in rows)):
+            shards.check_supported(fqn, each)
+        self.records.append(Record(name=name, fqn=fqn, tensor=tensor, adapters=adapters, rows=rows, trained=trained))
 
     def _leave(self, module: nn.Module, fqn: str, reason: str) -> None:
         self.left |= {_join(fqn, own): reason for own in self.fqns_under(module)}
@@ -195,6 +277,38 @@ class _Reader:
         else:
             self.walk(wrapper.original_module, _join(fqn, "original_module"), name)
 
+    def _read_trainable_tokens(self, wrapper: nn.Module, fqn: str, name: str) -> None:
+        """Rows of an embedding or a head that are trained alone, in the place of the base's."""
+        self._check_enabled(wrapper, fqn)
+        layer, fqn = wrapper.token_adapter, _join(fqn, "token_adapter")
+        self.has_adapters = True
+        self.adapter_names |= set(layer.trainable_tokens_delta)
+        if layer.merged_adapters:
+            raise ValueError(
+                f"{fqn}: adapters {layer.merged_adapters} are merged into the base weight; call unmerge_adapter() first"
+            )
+        base, base_fqn = self._unwrapped(layer.base_layer, _join(fqn, "base_layer"))
+        chosen = [self.adapter_name] if self.adapter_name is not None else list(wrapper.active_adapters)
+        chosen = [adapter for adapter in chosen if adapter in layer.trainable_tokens_delta]
+        values = self.parameters.of(layer.trainable_tokens_delta)
+        rows = tuple(
+            Rows(name=adapter, indices=tuple(layer.token_indices[adapter]), values=values[adapter])
+            for adapter in chosen
+        )
+        for own_name, tensor in self.parameters.of(base).items():
+            replaced = rows if own_name == "weight" else ()
+            trains = tensor.requires_grad
+            self._add(tensor, _join(base_fqn, own_name), _join(name, own_name), trains, rows=replaced)
+        for adapter in layer.trainable_tokens_delta:
+            place = {f"{fqn}.trainable_tokens_delta.{adapter}": _join(name, "weight")}
+            if adapter in chosen:
+                self.consumed |= place
+            else:
+                self.left |= dict.fromkeys(place, f"adapter {adapter!r} is not chosen")
+        self._leave(
+            layer.trainable_tokens_original, _join(fqn, "trainable_tokens_original"), "the rows before training"
+        )
+
     def _check_enabled(self, layer: nn.Module, fqn: str) -> None:
         if layer.disable_adapters:
             raise ValueError(
@@ -211,13 +325,45 @@ class _Reader:
                     yield _join(prefix, own_name)
 
     def _read_lora(self, layer: nn.Module, fqn: str, name: str) -> None:
-        """W + scaling * B [out, r] @ A [r, in], summed over the chosen adapters; W is [out, in] of a Linear, and [in, out] of
-        an Embedding or a Conv1D, where the product is transposed."""
-        adapters = self._read_adapters(layer, fqn, _join(name, "weight"), self._lies_transposed(layer, fqn))
+        """W + scaling * B [out, r] @ A [r, in], summed over the chosen adapters; W is [out, in, ...] of a Linear or a
+        convolution, and [in, out] of an Embedding or a Conv1D, where the product is transposed. A bias on lora_B is added to
+        the base's, times scaling."""
+        transposed = self._lies_transposed(layer, fqn)
         base, base_fqn = self._unwrapped(layer.base_layer, _join(fqn, "base_layer"))
-        for own_name, tensor in self.parameters.of(base).items():
-            merged = adapters if own_name == "weight" else ()
-            self._add(tensor, _join(base_fqn, own_name), _join(name, own_name), tensor.requires_grad, merged)
+        tensors = self.parameters.of(base)
+        merged = {"weight": self._read_adapters(layer, fqn, _join(name, "weight"), transposed)}
+        merged["bias"] = self._read_biases(layer, fqn, _join(name, "bias"), merged["weight"], tensors.get("bias"))
+        changed = any(map(self._changes_base, [*layer.lora_A, *layer.lora_embedding_A]))
+        for own_name, tensor in tensors.items():
+            trains = tensor.requires_grad or (changed and own_name == "weight")
+            place = (_join(base_fqn, own_name), _join(name, own_name))
+            self._add(tensor, *place, trains, merged.get(own_name, ()))
+
+    def _read_biases(
+        self, layer: nn.Module, fqn: str, name: str, chosen: Sequence[Adapter], base: torch.Tensor | None
+    ) -> tuple[Adapter, ...]:
+        """What the chosen adapters add to the bias of their layer."""
+        biases = []
+        for adapter in chosen:
+            part = layer.lora_B._modules.get(adapter.name)
+            bias = None if part is None else self.parameters.of(names.unwrap(part)).get("bias")
+            if bias is None:
+                continue
+            if base is None:
+                raise ValueError(
+                    f"{fqn}: adapter {adapter.name!r} has a bias on lora_B (lora_bias=True), but the layer has none to add it "
+                    "to, nor has the engine's; train without lora_bias"
+                )
+            if adapter.magnitude is not None:
+                raise ValueError(f"{fqn}: adapter {adapter.name!r} has a bias on lora_B and a magnitude, not supported")
+            shards.check_supported(f"{fqn}.lora_B.{adapter.name}.bias", bias)
+            one = torch.ones(1, 1, device="meta" if bias.is_meta else base.device)
+            biases.append(Adapter(name=adapter.name, lora_A=one, lora_B=bias, scaling=adapter.scaling))
+            self.consumed |= dict.fromkeys(
+                (each for each in self._part_fqns(layer.lora_B, "lora_B", adapter.name, fqn) if each.endswith(".bias")),
+                name,
+            )
+        return tuple(biases)
 
     def _read_parameters(self, layer: nn.Module, fqn: str, name: str) -> None:
         """LoRA on parameters by name (target_parameters): one wrapper for each around their module."""
@@ -248,7 +394,7 @@ class _Reader:
         self, layer: nn.Module, fqn: str, name: str, transposed: bool, num_experts: int | None = None
     ) -> tuple[Adapter, ...]:
         """The chosen ones of a layer, for the tensor `name`; accounts for all that the layer has."""
-        from peft.tuners import lora
+        from peft.tuners.lora import layer as lora
 
         self._check_enabled(layer, fqn)
         is_embedding = shards.class_before_sharding(layer) is lora.Embedding
@@ -266,10 +412,12 @@ class _Reader:
         for adapter in chosen:
             if adapter not in parts_A:
                 continue
-            self._check_plain_lora(layer, fqn, adapter)
+            has_magnitude = self._check_variant(layer, fqn, adapter)
             lora_A, lora_B = (self._adapter_tensor(parts, adapter) for parts in (parts_A, parts_B))
-            for part, tensor in ((names_A, lora_A), (names_B, lora_B)):
-                shards.check_supported(f"{fqn}.{part}.{adapter}", tensor)
+            magnitude = self._adapter_tensor(layer.lora_magnitude_vector, adapter) if has_magnitude else None
+            for part, tensor in ((names_A, lora_A), (names_B, lora_B), ("lora_magnitude_vector", magnitude)):
+                if tensor is not None:
+                    shards.check_supported(f"{fqn}.{part}.{adapter}", tensor)
             adapters.append(
                 Adapter(
                     name=adapter,
@@ -279,7 +427,13 @@ class _Reader:
                     scaling=float(layer.scaling[adapter]),
                     transposed=transposed,
                     num_experts=num_experts,
+                    magnitude=magnitude,
                 )
+            )
+        if any(adapter.magnitude is not None for adapter in adapters) and len(adapters) > 1:
+            raise ValueError(
+                f"{fqn}: adapters {[adapter.name for adapter in adapters]} are active together and one is a DoRA, whose "
+                "weights are no sum; choose one (adapter_name=...)"
             )
         for container_name in layer.adapter_layer_names:
             container = getattr(layer, container_name, None)
@@ -288,28 +442,44 @@ class _Reader:
                 if adapter not in chosen:
                     self.left |= dict.fromkeys(fqns, f"adapter {adapter!r} is not chosen")
                 elif container_name in (names_A, names_B):
+                    self.consumed |= dict.fromkeys((each for each in fqns if not each.endswith(".bias")), name)
+                elif container_name == "lora_magnitude_vector" and any(a.magnitude is not None for a in adapters):
                     self.consumed |= dict.fromkeys(fqns, name)
                 # What else a chosen adapter holds is part of no known formula: the account of the plan refuses it.
+        for adapter, embed in getattr(layer, "lora_velora_embed", {}).items():
+            assert embed is not None
+            self.left[f"{fqn}.lora_velora_embed.{adapter}"] = "VeLoRA's projection, of the backward pass alone"
         return tuple(adapters)
 
     def _lies_transposed(self, layer: nn.Module, fqn: str) -> bool:
         """Whether the weight is [in, out]. Raises ValueError for a base that is no known kind."""
-        from peft.tuners import lora
+        from peft.tuners.lora import layer as lora
 
         base = names.unwrap(layer.base_layer)
-        kind = shards.class_before_sharding(base)
-        if shards.class_before_sharding(layer) is lora.Embedding:
+        kind, of = shards.class_before_sharding(base), shards.class_before_sharding(layer)
+        if getattr(base, "_hf_tp_plan", None) is not None:
+            raise ValueError(
+                f"{fqn}: is a tensor-parallel layer of transformers ({base._hf_tp_plan}), which is not supported with LoRA; "
+                "shard the model with FSDP2, or with torch's parallelize_module"
+            )
+        convolutions = {lora.Conv1d: nn.Conv1d, lora.Conv2d: nn.Conv2d, lora.Conv3d: nn.Conv3d}
+        if of is lora.Embedding:
             # Gemma's scales what it looks up, merged or not: its weight is an ordinary one.
             if issubclass(kind, nn.Embedding):
                 return True
+        elif of in convolutions:
+            if kind is convolutions[of] and base.groups > 1:
+                raise ValueError(
+                    f"{fqn}: is a convolution in {base.groups} groups, for which PEFT has no merged weight; leave it out of "
+                    "target_modules"
+                )
+            if kind is convolutions[of]:
+                return False
         elif kind is nn.Linear and not layer.fan_in_fan_out:
             return False
         elif layer.fan_in_fan_out and kind is getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None):
             return True
-        raise ValueError(
-            f"{fqn}: LoRA on {kind.__module__}.{kind.__name__} is not supported, only on torch.nn.Linear, "
-            "torch.nn.Embedding and transformers' Conv1D; leave it out of target_modules, or merge with PEFT"
-        )
+        raise ValueError(f"{fqn}: LoRA on {kind.__module__}.{kind.__name__} is not supported; {_way_out(kind, base)}")
 
     def _adapter_tensor(self, parts: nn.Module, adapter: str) -> torch.Tensor:
         """Of a ModuleDict of Linears, or of a ParameterDict."""
@@ -321,12 +491,34 @@ class _Reader:
         prefix = f"{fqn}.{container_name}.{adapter}"
         return [prefix] if part is None else [_join(prefix, own) for own in self.fqns_under(part)]
 
-    def _check_plain_lora(self, layer: nn.Module, fqn: str, adapter: str) -> None:
+    def _check_variant(self, layer: nn.Module, fqn: str, adapter: str) -> bool:
+        """Whether the adapter is a DoRA. Raises ValueError for a kind whose formula is not known here."""
+        from peft.tuners.lora import variants
+
         variant = getattr(layer, "lora_variant", {}).get(adapter)
-        if variant is not None:
+        kinds = {name: getattr(variants, name, None) for name in (*_PLAIN_VARIANTS, *_DORA_VARIANTS)}
+        if variant is not None and type(variant) not in kinds.values():
             raise ValueError(
-                f"{fqn}: adapter {adapter!r} is a {type(variant).__name__} (DoRA or another variant of LoRA), whose "
-                "merged weight has another formula; merge it with PEFT"
+                f"{fqn}: adapter {adapter!r} is a {type(variant).__name__}, a kind of LoRA whose merged weight has another "
+                "formula, or none; merge it with PEFT if that can, or serve the adapter itself"
             )
-        if getattr(layer, "lora_bias", {}).get(adapter):
-            raise ValueError(f"{fqn}: adapter {adapter!r} has a bias on lora_B (lora_bias=True), not supported")
+        self._check_config(adapter, fqn)
+        return type(variant) in [kinds[name] for name in _DORA_VARIANTS]
+
+
+def _way_out(kind: type[nn.Module], base: nn.Module | None = None) -> str:
+    """What to do about a layer that is not supported."""
+    of_base = [] if base is None else [*base._parameters.values(), *base._buffers.values()]
+    is_packed = any(tensor is not None and not tensor.is_floating_point() for tensor in of_base)
+    module = kind.__module__.rpartition(".")[2]
+    if is_packed or module in _QUANTISED_LAYERS or "quant" in kind.__module__.lower() or "Quant" in kind.__name__:
+        return (
+            "a quantised base cannot be merged into without being rounded anew: load the base in bfloat16 or float32, and "
+            "train without quantisation"
+        )
+    if kind.__name__ == "LoraParallelLinear":
+        return "tensor-parallel layers of Megatron are not: shard the model with FSDP2"
+    return (
+        "supported are LoRA on torch.nn.Linear, torch.nn.Embedding, convolutions without groups, transformers' Conv1D and "
+        "target_parameters, modules_to_save and trainable_token_indices. Leave this module out, or merge with PEFT"
+    )

@@ -7,11 +7,14 @@ leaves out is *left*; an adapter tensor that goes into a merge is *consumed*. Ea
 of these fates, or the plan is refused.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import torch
+
+from lora_stream.views import View
 
 Scope = Literal["all", "trained"]
 Fate = Literal["merged", "copied", "left", "consumed"]
@@ -46,9 +49,14 @@ class ParamMeta(NamedTuple):
 class Adapter:
     """One LoRA pair on one weight, as its module holds it. lora_A: [r, in]; lora_B: [out, r].
 
-    delta = scaling * lora_B @ lora_A; where the weight lies as [in, out] (Embedding, Conv1D), the transpose of it. A weight
-    of experts has three dimensions, [experts, out, in] or [experts, in, out], and one such delta for each: lora_A is
-    [experts * r, in], one expert after the other, and lora_B [out, r * experts], in which the experts alternate.
+    delta = scaling * lora_B @ lora_A; where the weight lies as [in, out] (Embedding, Conv1D), the transpose of it. Other
+    weights are taken as matrices: a convolution's [out, in, *kernel] as [out, in * kernel], with lora_A [r, in, *kernel] and
+    lora_B [out, r, 1, ...]; a bias [out] as [out, 1], with lora_A [1, 1] and lora_B [out]. A weight of experts has three
+    dimensions, [experts, out, in] or [experts, in, out], and one such delta for each: lora_A is [experts * r, in], one expert
+    after the other, and lora_B [out, r * experts], in which the experts alternate.
+
+    magnitude: [out], of DoRA (Liu et al., 2024, equation 5): the merged weight is magnitude * (W + delta) / ||W + delta||,
+    with one norm for each of the outputs, over all inputs.
     """
 
     name: str
@@ -57,6 +65,15 @@ class Adapter:
     scaling: float
     transposed: bool = False
     num_experts: int | None = None
+    magnitude: torch.Tensor | None = None
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.lora_A, self.lora_B, *([] if self.magnitude is None else [self.magnitude])]
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Adapter":
+        """The same with other tensors."""
+        magnitude = None if self.magnitude is None else change(self.magnitude)
+        return replace(self, lora_A=change(self.lora_A), lora_B=change(self.lora_B), magnitude=magnitude)
 
     def factors(self, lora_A: torch.Tensor, lora_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What stands right and left in the delta's product, as views: [..., r, cols] and [..., rows, r] of a weight
@@ -64,11 +81,27 @@ class Adapter:
 
         lora_A, lora_B: all of this adapter's, perhaps gathered or moved.
         """
-        if self.num_experts is not None:
+        if self.num_experts is None:
+            lora_A, lora_B = as_matrix(lora_A), as_matrix(lora_B)
+        else:
             rank = lora_A.shape[0] // self.num_experts
             lora_A = lora_A.unflatten(0, (self.num_experts, rank))
             lora_B = lora_B.unflatten(1, (rank, self.num_experts)).permute(2, 0, 1)
         return (lora_B.mT, lora_A.mT) if self.transposed else (lora_A, lora_B)
+
+
+def as_matrix(weight: torch.Tensor) -> torch.Tensor:
+    """[out] as [out, 1], [out, in, *kernel] as [out, in * kernel]."""
+    return weight.unsqueeze(1) if weight.dim() == 1 else weight.flatten(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Rows of a weight that an adapter replaces by its own (PEFT's trainable tokens). values: [len(indices), cols]."""
+
+    name: str  # of the adapter
+    indices: tuple[int, ...]
+    values: torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +111,15 @@ class Record:
     name: str  # checkpoint name
     fqn: str  # of the live tensor, as named_parameters() spells it
     tensor: torch.Tensor  # the base weight; never written
+    view: View | None = None  # what of it the checkpoint tensor is; None: all of it
     adapters: tuple[Adapter, ...] = ()
+    rows: tuple[Rows, ...] = ()  # replaced; on a weight without adapters
     trained: bool = False  # may differ from what the base checkpoint holds
+    float32_among: frozenset[torch.dtype] = frozenset()  # wire dtypes beside which it stays in float32
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape) if self.view is None else self.view.shape
 
 
 @dataclass(kw_only=True)
@@ -95,21 +135,33 @@ class ModelRecords:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Hand over one tensor: ``round(base + sum of the adapters' deltas)``, or ``base`` in the wire dtype."""
+    """Hand over one tensor: ``round(base + sum of the adapters' deltas)``, or ``base`` in the wire dtype, perhaps with some
+    rows replaced; of it the part that `view` says."""
 
     meta: ParamMeta
     fqn: str
     base: torch.Tensor
+    view: View | None = None
     adapters: tuple[Adapter, ...] = ()
+    rows: tuple[Rows, ...] = ()
     trained: bool = False
+    unit: str = ""  # what the engine loads at once, see fused_unit
 
     @property
     def fate(self) -> Fate:
-        return "merged" if self.adapters else "copied"
+        return "merged" if self.adapters or self.rows else "copied"
 
     def tensors(self) -> list[torch.Tensor]:
         """Of the model, that are read for it."""
-        return [self.base, *(part for adapter in self.adapters for part in (adapter.lora_A, adapter.lora_B))]
+        parts = [tensor for adapter in self.adapters for tensor in adapter.tensors()]
+        return [self.base, *parts, *(rows.values for rows in self.rows)]
+
+    def factors(
+        self, adapter: Adapter, lora_A: torch.Tensor, lora_B: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The adapter's, see there, for what is handed over."""
+        factors = adapter.factors(lora_A, lora_B)
+        return factors if self.view is None else self.view.of_factors(*factors)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,13 +207,16 @@ def build_plan(
     wire_dtype: torch.dtype | None = torch.bfloat16,
     scope: Scope = "all",
     fused_modules: Sequence[Sequence[str]] | None = FUSED_MODULES,
+    rename: Callable[[str], str] | None = None,
     planning_only: bool = False,
 ) -> Plan:
     """Decide what is sent and in which order.
 
-    wire_dtype: dtype of floating-point tensors on the wire; None keeps each as it is. Integer buffers keep theirs.
+    wire_dtype: dtype of floating-point tensors on the wire; None keeps each as it is. Integer buffers keep theirs, and what
+        the model's checkpoints hold in float32 beside this dtype is sent in float32.
     scope: "all", or "trained": merged targets and what else may have changed, with everything that vLLM stacks with it.
     fused_modules: what is stacked; None for a consumer that takes each tensor by itself.
+    rename: of checkpoint names, for a consumer that has its own.
     planning_only: accept tensors without values (meta device); such a plan can be read, not streamed.
 
     Raises ValueError, naming the tensor and what to do: nothing to merge on a model with adapters, two tensors of one
@@ -171,7 +226,7 @@ def build_plan(
         raise ValueError(f'scope must be "all" or "trained", got {scope!r}')
     if wire_dtype is not None and wire_dtype not in MERGE_DTYPES:
         raise ValueError(f"wire_dtype must be torch.bfloat16, float16, float32 or None, got {wire_dtype}")
-    if model.has_adapters and not any(record.adapters for record in model.records):
+    if model.has_adapters and not any(record.adapters or record.rows for record in model.records):
         raise ValueError(
             "the model has adapter layers but no weight to merge: none of its layers holds the chosen adapter; "
             "activate it (model.set_adapter) or name it (adapter_name=...)"
@@ -180,43 +235,68 @@ def build_plan(
     for record in model.records:
         _check_record(record, planning_only)
 
-    by_name: dict[str, Record] = {}
-    for record in model.records:
-        if (other := by_name.setdefault(record.name, record)) is not record:
-            raise ValueError(
-                f"{record.fqn} and {other.fqn} both have the checkpoint name {record.name!r}; rename one of the modules"
-            )
-
+    # What travels together, and in which order, goes by the names that all models have in common.
     keys = {record.name: fused_unit(record.name, fused_modules) for record in model.records}
-    touched = {keys[record.name] for record in model.records if record.adapters or record.trained}
+    touched = {keys[record.name] for record in model.records if record.adapters or record.rows or record.trained}
+    by_name: dict[str, Record] = {}
     tasks = []
     account: dict[str, tuple[Fate, str]] = {}
     for record in _wire_order(model.records, keys):
+        name = record.name if rename is None else rename(record.name)
+        if (other := by_name.setdefault(name, record)) is not record:
+            what = "rename one of the modules" if rename is None else "rename= must keep them apart"
+            raise ValueError(f"{record.fqn} and {other.fqn} both have the checkpoint name {name!r}; {what}")
         if scope == "trained" and keys[record.name] not in touched:
-            account[record.fqn] = ("left", "unchanged base weight")
+            account.setdefault(record.fqn, ("left", "unchanged base weight"))
             continue
-        floating = record.tensor.is_floating_point()
-        dtype = wire_dtype if floating and wire_dtype is not None else record.tensor.dtype
+        dtype = _wire_dtype_of(record, wire_dtype)
         if record.adapters and dtype not in MERGE_DTYPES:
             raise ValueError(
                 f"{record.fqn}: a merge must be sent as one of {MERGE_DTYPES}, got wire_dtype={wire_dtype}"
             )
         task = Task(
-            meta=ParamMeta(record.name, dtype, tuple(record.tensor.shape)),
+            meta=ParamMeta(name, dtype, record.shape),
             fqn=record.fqn,
             base=record.tensor,
+            view=record.view,
             adapters=record.adapters,
+            rows=record.rows,
             trained=record.trained,
+            unit=keys[record.name],
         )
         tasks.append(task)
-        account[record.fqn] = (task.fate, record.name)
+        if account.get(record.fqn, ("left", ""))[0] == "left":
+            account[record.fqn] = (task.fate, name)
+    num_parts = Counter(task.fqn for task in tasks)
+    for fqn, count in num_parts.items():
+        if count > 1:
+            fate, name = account[fqn]
+            account[fqn] = (fate, f"{name} and {count - 1} more")
     account |= {fqn: ("consumed", name) for fqn, name in model.consumed.items()}
     account |= {fqn: ("left", reason) for fqn, reason in model.left.items()}
     return Plan(tasks=tuple(tasks), scope=scope, account=account)
 
 
+def _wire_dtype_of(record: Record, wire_dtype: torch.dtype | None) -> torch.dtype:
+    if wire_dtype is None or not record.tensor.is_floating_point():
+        return record.tensor.dtype
+    return torch.float32 if wire_dtype in record.float32_among else wire_dtype
+
+
 def _check_account(model: ModelRecords) -> None:
-    fates = [record.fqn for record in model.records] + list(model.consumed) + list(model.left)
+    parts: dict[str, list[Record]] = {}
+    for record in model.records:
+        parts.setdefault(record.fqn, []).append(record)
+    for fqn, records in parts.items():
+        sent = sum(torch.Size(record.shape).numel() for record in records)
+        whole = records[0].tensor.numel()
+        assert sent <= whole, f"{fqn} was placed twice"
+        if sent < whole:
+            raise ValueError(
+                f"{fqn}: a checkpoint would hold only {sent} of its {whole} elements ({records[0].name} ...); it is not "
+                "known what becomes of the rest"
+            )
+    fates = [*parts, *model.consumed, *model.left]
     placed = set(fates)
     assert len(placed) == len(fates), "a tensor was placed twice"
     assert placed <= set(model.all_fqns), sorted(placed - set(model.all_fqns))
@@ -231,31 +311,71 @@ def _check_account(model: ModelRecords) -> None:
 def _check_record(record: Record, planning_only: bool) -> None:
     if record.tensor.is_meta and not planning_only:
         raise ValueError(f"{record.fqn}: is on the meta device, it has no values; load the weights first")
+    for rows in record.rows:
+        _check_rows(record, rows, planning_only)
     if not record.adapters:
         return
     base = record.tensor
     if base.dtype not in MERGE_DTYPES:
         raise ValueError(f"{record.fqn}: cannot merge into {base.dtype}; expected one of {MERGE_DTYPES}")
+    if record.view is not None and not record.view.can_be_merged:
+        raise ValueError(
+            f"{record.fqn}: checkpoints hold it with its dimensions in another order ({record.name}), in which a delta cannot "
+            "be merged; leave it out of the adapter's targets"
+        )
     for adapter in record.adapters:
-        cols, rows = base.shape[-2:] if adapter.transposed else reversed(base.shape[-2:])
-        rank = adapter.lora_A.shape[0]
-        experts = () if adapter.num_experts is None else (adapter.num_experts,)
-        if base.shape[:-2] != experts or rank % (adapter.num_experts or 1):
-            raise ValueError(
-                f"{record.fqn}: adapter {adapter.name!r} of rank {rank} for {adapter.num_experts} experts does not fit a "
-                f"weight of shape {tuple(base.shape)}"
-            )
-        for name, tensor, shape in (
-            ("lora_A", adapter.lora_A, (rank, cols)),
-            ("lora_B", adapter.lora_B, (rows, rank)),
+        _check_adapter(record, adapter, planning_only)
+        if adapter.magnitude is not None and (
+            len(record.adapters) > 1 or record.view is not None or adapter.num_experts is not None or base.dim() != 2
         ):
-            where = f"{record.fqn}: {name} of adapter {adapter.name!r}"
-            if tensor.is_meta and not planning_only:
-                raise ValueError(f"{where} is on the meta device, it has no values; load the adapter first")
-            if tuple(tensor.shape) != shape:
-                raise ValueError(f"{where} must have shape {shape}, got {tuple(tensor.shape)}")
-            if tensor.dtype not in MERGE_DTYPES:
-                raise ValueError(f"{where} must be one of {MERGE_DTYPES}, got {tensor.dtype}")
+            raise ValueError(
+                f"{record.fqn}: adapter {adapter.name!r} has a magnitude (DoRA), which is only supported alone, on a matrix "
+                "that checkpoints hold as it is; choose one adapter (adapter_name=...)"
+            )
+
+
+def _check_adapter(record: Record, adapter: Adapter, planning_only: bool) -> None:
+    base = record.tensor
+    experts = () if adapter.num_experts is None else (adapter.num_experts,)
+    shape = base.shape if experts else _matrix_shape(base.shape)
+    cols, rows = shape[-2:] if adapter.transposed else reversed(shape[-2:])
+    rank = adapter.lora_A.shape[0]
+    if shape[:-2] != experts or rank % (adapter.num_experts or 1):
+        raise ValueError(
+            f"{record.fqn}: adapter {adapter.name!r} of rank {rank} for {adapter.num_experts} experts does not fit a "
+            f"weight of shape {tuple(base.shape)}"
+        )
+    parts = [("lora_A", adapter.lora_A, (rank, cols)), ("lora_B", adapter.lora_B, (rows, rank))]
+    if adapter.magnitude is not None:
+        parts.append(("the magnitude", adapter.magnitude, (rows, 1)))
+    for name, tensor, expected in parts:
+        where = f"{record.fqn}: {name} of adapter {adapter.name!r}"
+        if tensor.is_meta and not planning_only:
+            raise ValueError(f"{where} is on the meta device, it has no values; load the adapter first")
+        if _matrix_shape(tensor.shape) != expected:
+            raise ValueError(f"{where} must have shape {expected}, got {tuple(tensor.shape)}")
+        if tensor.dtype not in MERGE_DTYPES:
+            raise ValueError(f"{where} must be one of {MERGE_DTYPES}, got {tensor.dtype}")
+
+
+def _check_rows(record: Record, rows: Rows, planning_only: bool) -> None:
+    base, where = record.tensor, f"{record.fqn}: the rows that adapter {rows.name!r} replaces"
+    if rows.values.is_meta and not planning_only:
+        raise ValueError(f"{where} are on the meta device, they have no values; load the adapter first")
+    if record.view is not None or base.dim() != 2 or record.adapters:
+        raise ValueError(
+            f"{where} must be rows of a matrix that checkpoints hold as it is, with no other adapter on it"
+        )
+    if tuple(rows.values.shape) != (len(rows.indices), base.shape[1]):
+        expected = (len(rows.indices), base.shape[1])
+        raise ValueError(f"{where} must have shape {expected}, got {tuple(rows.values.shape)}")
+    taken = [index for each in record.rows for index in each.indices]
+    if len(set(taken)) < len(taken) or not all(0 <= index < base.shape[0] for index in rows.indices):
+        raise ValueError(f"{where}, {rows.indices}, must be different rows of the {base.shape[0]} that there are")
+
+
+def _matrix_shape(shape: torch.Size) -> tuple[int, int]:
+    return tuple(as_matrix(torch.empty(shape, device="meta")).shape)
 
 
 def fused_unit(name: str, fused_modules: Sequence[Sequence[str]] | None) -> str:

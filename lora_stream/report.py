@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 from lora_stream.filling import Rounding
-from lora_stream.plan import Scope
+from lora_stream.plan import Fate, Scope
 
 
 def format_bytes(count: float) -> str:
@@ -35,6 +35,8 @@ class SyncReport:
     copied: tuple[str, ...]  # checkpoint names
     left: tuple[str, ...]  # FQNs: not sent, because unchanged, tied to another tensor or not part of the policy
     consumed: tuple[str, ...]  # FQNs of the adapter tensors that went into the merged ones
+    # All that the model has, each once: FQN -> its fate, and the checkpoint name it has or goes into, or why it is left.
+    account: Mapping[str, tuple[Fate, str]] = field(repr=False, default_factory=dict)
     num_bytes: int
     num_bytes_left: int  # of unchanged base weights that were not sent again
     num_bytes_gathered: int = 0  # that this rank received from others
@@ -101,6 +103,7 @@ class SyncReport:
             **{key: list(value) if isinstance(value, tuple) else value for key, value in vars(self).items()},
             "seconds": dict(self.seconds),
             "made_on": dict(self.made_on),
+            "account": {fqn: list(entry) for fqn, entry in self.account.items()},
             "rounding": {name: asdict(rounding) for name, rounding in self.rounding.items()},
             "share_unmoved": self.share_unmoved,
             "norm_kept": self.norm_kept,

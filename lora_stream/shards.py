@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lora_stream.views import View
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.tensor import DTensor
@@ -62,8 +64,9 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return bool(_cuts(tensor))
 
 
-def box_of(tensor: torch.Tensor) -> Box | None:
-    """Where a tensor's parts are; None for one that is whole here, or cut more than once (TP with FSDP)."""
+def box_of(tensor: torch.Tensor, view: View | None = None) -> Box | None:
+    """Where the parts of a tensor, or of a view of it, are; None for one that is whole here, or cut more than once (TP with
+    FSDP)."""
     cuts = _cuts(tensor)
     if len(cuts) != 1:
         return None
@@ -78,13 +81,28 @@ def box_of(tensor: torch.Tensor) -> Box | None:
     # As torch.chunk cuts: all parts of one size, then a smaller one, then none.
     part = -(-size // num_ranks)
     bounds = tuple(min(i * part, size) for i in range(num_ranks + 1))
-    return Box(dim, bounds, mesh.get_group(mesh_dim))
+    box = Box(dim, bounds, mesh.get_group(mesh_dim))
+    return box if view is None else _box_of_view(box, view)
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part that this rank holds, as it lies, without a graph. A tensor that is not sharded is its own part."""
+def _box_of_view(box: Box, view: View) -> Box:
+    low, high = view.ranges[box.dim]
+    bounds = tuple(min(max(bound, low), high) - low for bound in box.bounds)
+    if box.dim in view.dims:
+        return Box(view.dims.index(box.dim), bounds, box.group)
+    # One index of the dimension that is cut: all of it is on one rank.
+    return Box(0, tuple(bound * view.shape[0] for bound in bounds), box.group)
+
+
+def local(tensor: torch.Tensor, view: View | None = None) -> torch.Tensor:
+    """The part that this rank holds of a tensor, or of a view of it, as it lies, without a graph. A tensor that is not sharded
+    is its own part."""
     with torch.no_grad():
-        return _dtensor(tensor).to_local().detach() if _is_dtensor(tensor) else tensor.detach()
+        part = _dtensor(tensor).to_local().detach() if _is_dtensor(tensor) else tensor.detach()
+    if view is None:
+        return part
+    box = box_of(tensor)
+    return (view if box is None else view.within(box.dim, box.own.start, box.own.stop)).of(part)
 
 
 def gather_whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -487,7 +487,7 @@ def read_what_trains(rank):
             offload=lambda parameters: touched.append(len(parameters)),
         )
         seen = set()
-        patch.setattr(shards, "local", lambda tensor: (seen.add(id(tensor)), local(tensor))[1])
+        patch.setattr(shards, "local", lambda tensor, *view: (seen.add(id(tensor)), local(tensor, *view))[1])
         sent = dict(stream)
     names = {id(p): name for name, p in model.named_parameters()}
     read = {names[key] for key in seen if key in names}
@@ -559,6 +559,7 @@ def send_over_a_device(rank, base_dtype, wire_dtype):
             receivers={0},
             receives=False,
             precision="float32",
+            check_finite=True,
             traffic=traffic,
             loaded=lambda tensors: nullcontext(),
         ).finish()

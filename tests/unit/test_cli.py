@@ -53,14 +53,14 @@ def test_plan_of_a_plain_model_and_for_people(directories):
 
 
 def test_plan_shows_a_refusal_and_fails(directories, tmp_path):
-    with_lora(llama(), use_dora=True).save_pretrained(tmp_path / "dora")
-    result = invoke("plan", tmp_path / "dora", "--base", directories / "base")
+    with_lora(llama(), alora_invocation_tokens=[1]).save_pretrained(tmp_path / "alora")
+    result = invoke("plan", tmp_path / "alora", "--base", directories / "base")
     assert result.exit_code == 1
     assert "refused" in result.output
-    assert "DoraLinearVariant" in result.output
+    assert "ALoraLinearVariant" in result.output
     assert (
-        "DoraLinearVariant"
-        in json.loads(invoke("plan", tmp_path / "dora", "--base", directories / "base", "--json").output)["refused"]
+        "ALoraLinearVariant"
+        in json.loads(invoke("plan", tmp_path / "alora", "--base", directories / "base", "--json").output)["refused"]
     )
 
 

@@ -11,11 +11,13 @@ PACKAGE = Path(__file__).parents[2] / "lora_stream"
 
 # Down the flow: a module imports only from those before it. Names are modules or, for vllm, the package.
 ORDER = [
+    "views",
     "plan",
     "packing",
     "ops",
     "reference",
     "shards",
+    "dora",
     "merging",
     "fsdp1",
     "names",
@@ -87,8 +89,9 @@ def test_process_groups_and_sharded_tensors_have_one_home():
 
 
 def test_plan_knows_torch_only():
-    found = {module.split(".")[0] for module, _ in imported(PACKAGE / "plan.py")}
-    assert found - set(sys.stdlib_module_names) == {"torch"}
+    found = {module for name in ("plan", "views") for module, _ in imported(PACKAGE / f"{name}.py")}
+    assert {module.split(".")[0] for module in found} - set(sys.stdlib_module_names) == {"torch", "lora_stream"}
+    assert {module for module in found if module.startswith("lora_stream")} == {"lora_stream.views"}
 
 
 def run(code):

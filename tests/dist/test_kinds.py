@@ -1,0 +1,111 @@
+"""Every kind of LoRA, and experts that checkpoints split, on models sharded over ranks: the bits of the unsharded model."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+
+import lora_stream
+from tests.architectures import ARCHITECTURES, build
+from tests.dist import sharded
+from tests.kinds import KINDS
+from tests.models import assert_equal, with_lora
+
+pytestmark = pytest.mark.dist
+
+# Ties and copies that training has moved are refused under FSDP2, which gives each parameter shards of its own.
+SHARDED_KINDS = [kind for kind in KINDS if not kind.startswith("tied")]
+
+
+def make(kind):
+    """The same on all ranks."""
+    torch.manual_seed(11)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = KINDS[kind]()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.contiguous()  # FSDP2 takes no others
+    return model
+
+
+def adapted(name):
+    torch.manual_seed(11)
+    _, modules, parameters = ARCHITECTURES[name]
+    return with_lora(build(name), target_modules=modules, target_parameters=parameters, task_type=None)
+
+
+def root_only(model, **kwargs):
+    fully_shard(model, mesh=sharded.world(), **kwargs)
+
+
+def every_module(model):
+    """Units as small as they can be."""
+    for module in model.modules():
+        if any(True for _ in module.parameters(recurse=False)) and not isinstance(module, torch.nn.ParameterDict):
+            fully_shard(module, mesh=sharded.world())
+
+
+def by_columns(model):
+    num = dist.get_world_size()
+
+    def place(parameter):
+        dims = [d for d in range(parameter.dim()) if d > 0 and parameter.shape[d] % num == 0]
+        return Shard(dims[-1]) if dims else None
+
+    root_only(model, shard_placement_fn=place)
+
+
+def by_rows_of_experts(model):
+    """Dimension 1 of what has three."""
+    num = dist.get_world_size()
+
+    def place(parameter):
+        return Shard(1) if parameter.dim() == 3 and parameter.shape[1] % num == 0 else None
+
+    root_only(model, shard_placement_fn=place)
+
+
+LAYOUTS = {f.__name__: f for f in (root_only, by_columns, every_module)}
+
+
+def stream_kinds(rank, layout):
+    for kind in SHARDED_KINDS:
+        want = dict(lora_stream.stream(make(kind)))
+        model = make(kind)
+        LAYOUTS[layout](model)
+        for kwargs in ({}, {"bucket_bytes": 1}):
+            try:
+                assert_equal(dict(lora_stream.stream(model, **kwargs)), want)
+            except Exception as error:
+                error.add_note(f"{kind}, {layout}, {kwargs}")
+                raise
+
+
+@pytest.mark.parametrize(("layout", "num_ranks"), [("root_only", 3), ("by_columns", 2), ("every_module", 2)])
+def test_every_kind_has_the_bits_of_the_unsharded_model(pool, layout, num_ranks):
+    """Edge cases 46 and 49."""
+    pool.run(num_ranks, stream_kinds, layout, limit_s=240)
+
+
+def stream_architectures(rank, layout, names):
+    for name in names:
+        want = dict(lora_stream.stream(adapted(name)))
+        model = adapted(name)
+        {**LAYOUTS, "by_rows_of_experts": by_rows_of_experts}[layout](model)
+        stream = lora_stream.stream(model)
+        assert_equal(dict(stream), want)
+        small = lora_stream.stream(model, bucket_bytes=2048, gather="sender")
+        got = dict(small)
+        assert got == {} if rank else got.keys() == want.keys()
+        if not rank:
+            assert_equal(got, want)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("layout", ["root_only", "by_columns", "by_rows_of_experts"])
+def test_experts_that_checkpoints_split_are_merged_where_they_lie(pool, layout, num_ranks):
+    """Edge case 46: fewer experts than ranks on some, cut between experts, rows or columns."""
+    pool.run(num_ranks, stream_architectures, layout, ["mixtral", "gpt_oss", "qwen3_vl_moe"], limit_s=240)
