@@ -6,9 +6,10 @@ show in the counts, whatever the model's naming and stacking rules are.
 """
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
@@ -33,7 +34,7 @@ _accepted: "weakref.WeakKeyDictionary[nn.Module, set[tuple[bool, tuple[ParamMeta
 def check_manifest(model: nn.Module, vllm_config, metadata: Sequence[ParamMeta], *, in_place: bool = False) -> None:
     """Raise ValueError, naming the parameter, unless `model` would take all of `metadata` and nothing would be missing.
 
-    Refused are: an unknown name, any wrong shape, a dtype other than the engine's, a part of a fused module without its
+    Refused are: an unknown name, any wrong shape, a dtype other than the engine's or the parameter's own, a part of a fused module without its
     siblings, a tensor that the engine ties to another, an engine on a quantised checkpoint. The model is not changed.
 
     in_place: the weights are to be written where they are, without vLLM's reload. Then parts of a fused module may come
@@ -46,19 +47,19 @@ def check_manifest(model: nn.Module, vllm_config, metadata: Sequence[ParamMeta],
     names = [meta.name for meta in manifest]
     if len(set(names)) < len(names):  # two of one kind would count for a missing sibling
         raise ValueError(f"{next(name for name in names if names.count(name) > 1)}: comes twice")
-    for meta in manifest:
-        if meta.dtype.is_floating_point and meta.dtype != vllm_config.model_config.dtype:
-            raise ValueError(
-                f"{meta.name}: comes as {meta.dtype}, but the engine computes in {vllm_config.model_config.dtype}; "
-                f"pass wire_dtype={vllm_config.model_config.dtype}"
-            )
-    whole = vllm_config.parallel_config.tensor_parallel_size == 1
+    rehearse = partial(
+        _rehearse,
+        model,
+        dtype=vllm_config.model_config.dtype,
+        takes_whole_tensors=vllm_config.parallel_config.tensor_parallel_size == 1,
+        takes_parts=in_place,
+    )
     try:
-        copies = _rehearse(model, [manifest], takes_whole_tensors=whole, takes_parts=in_place)
+        copies = rehearse([manifest])
     except ValueError:
         # One call of load_weights for all is fast, but a model may read ahead in it, and then a copy is counted for the
         # wrong name: name by name decides, and says whose fault it is.
-        copies = _rehearse(model, [(meta,) for meta in manifest], takes_whole_tensors=whole, takes_parts=in_place)
+        copies = rehearse([(meta,) for meta in manifest])
     if in_place:
         _check_kept_as_loaded(model, copies)
     _accepted.setdefault(model, set()).add((in_place, manifest))
@@ -105,9 +106,16 @@ class _Copies:
 
 
 def _rehearse(
-    model: nn.Module, calls: Sequence[Sequence[ParamMeta]], *, takes_whole_tensors: bool, takes_parts: bool
+    model: nn.Module,
+    calls: Sequence[Sequence[ParamMeta]],
+    *,
+    dtype: torch.dtype,
+    takes_whole_tensors: bool,
+    takes_parts: bool,
 ) -> _Copies:
-    """Load meta tensors by these calls of load_weights; raise ValueError for the first that goes wrong."""
+    """Load meta tensors by these calls of load_weights; raise ValueError for the first that goes wrong.
+
+    dtype: in which the engine computes."""
     ties = _tied_parameters(model)
     copies = _Copies()
 
@@ -115,9 +123,9 @@ def _rehearse(
         for meta in call:
             copies.begin(meta)
             yield meta.name, torch.empty(meta.shape, dtype=meta.dtype, device="meta")
-            _check_copies(meta, copies, ties, model, takes_whole_tensors)
+            _check_copies(meta, copies, ties, model, dtype, takes_whole_tensors)
 
-    with _on_meta(model, copies) as layer_sizes:
+    with _on_meta(model, copies, ties) as layer_sizes:
         for call in calls:
             try:
                 with disable_mtp_completeness_check():  # what trains is no whole checkpoint
@@ -175,18 +183,27 @@ def _check_copies(
     copies: _Copies,
     ties: dict[tuple[nn.Module, str], str],
     model: nn.Module,
+    dtype: torch.dtype,
     takes_whole_tensors: bool,
 ) -> None:
     if not copies.touched:
         raise _RefusedError(
             f"{meta.name}: no parameter of the engine's {type(model).__name__} takes it; the engine runs another "
-            "architecture, or ties this tensor to one that is sent under another name"
+            "architecture, ties this tensor to one that is sent under another name, or writes it past vLLM's reload, as "
+            "vLLM 0.32 does for gpt-oss"
         )
     for touched in copies.touched:
         if touched in ties:
             raise _RefusedError(
-                f"{meta.name}: is tied to {ties[touched]} in the engine and would overwrite it; send that one only"
+                f"{meta.name}: is tied to {ties[touched]} in the engine and would overwrite it; send that one only, or start "
+                'the engine untied (hf_overrides={"tie_word_embeddings": False})'
             )
+    dtypes = {{**layer._buffers, **layer._parameters}[part].dtype for layer, part in copies.touched}
+    # Some parameters are float32 in every engine: a router's bias.
+    if meta.dtype.is_floating_point and meta.dtype != dtype and dtypes != {meta.dtype}:
+        raise _RefusedError(
+            f"{meta.name}: comes as {meta.dtype}, but the engine computes in {dtype}; pass wire_dtype={dtype}"
+        )
     size = torch.Size(meta.shape).numel()
     if takes_whole_tensors and copies.by_name != size:
         raise _RefusedError(
@@ -208,7 +225,7 @@ def _tied_parameters(model: nn.Module) -> dict[tuple[nn.Module, str], str]:
 
 
 @contextmanager
-def _on_meta(model: nn.Module, copies: _Copies):
+def _on_meta(model: nn.Module, copies: _Copies, ties: Collection[tuple[nn.Module, str]]):
     """The model with meta tensors in checkpoint form in place of its own, their loaders counting; yields {module: how
     many elements its checkpoint tensors have}. The own tensors are only taken out of the dictionaries and put back."""
     saved = [(layer, dict(layer._parameters), dict(layer._buffers)) for layer in model.modules()]
@@ -230,6 +247,8 @@ def _on_meta(model: nn.Module, copies: _Copies):
                     meta = restore_layer_refs(to_meta_tensor(source), layer)
                     meta.weight_loader = _counting(_get_original_loader(meta), layer, part, copies)
                     place[part] = meta
+                    if (layer, part) in ties and part not in recorded:
+                        continue  # another module's, which has it loaded: a router's bias, in its experts
                     if place is layer._parameters or part in persistent:
                         size += get_tensor_load_numel(meta)
             sizes[layer] = size - _padding(layer)

@@ -7,7 +7,9 @@ Between initialize and finalize the model's parameters are on the meta device: a
 always ends in one or the other.
 """
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -41,9 +43,10 @@ def load(
         _feed(model, metadata, weights)
         return
     try:
-        initialize_layerwise_reload(model)
-        _feed(model, metadata, weights)
-        finalize_layerwise_reload(model, model_config)
+        with _experts_packed(model):
+            initialize_layerwise_reload(model)
+            _feed(model, metadata, weights)
+            finalize_layerwise_reload(model, model_config)
         if current_platform.is_cpu():
             _refresh_tied_heads(model)
     except BaseException:
@@ -85,6 +88,45 @@ def _as_announced(
         yield name, holder.pop()  # held nowhere else: dropping it is the release
     if (missing := next(announced, None)) is not None:
         raise ValueError(f"the stream ended before {missing.name}, which was announced")
+
+
+@contextlib.contextmanager
+def _experts_packed(model: nn.Module) -> Iterator[None]:
+    """On the CPU vLLM packs experts for its kernel when it loads them first, but not when it loads them again: then the
+    kernel would read weights as they are loaded for packed ones. While open, what vLLM leaves out is made up for."""
+    methods = {
+        method
+        for module in model.modules()
+        if getattr(method := getattr(module, "quant_method", None), "moe_kernel", None) is not None
+    }
+    patched: list[object] = []
+    try:
+        for method in methods if current_platform.is_cpu() else ():
+            experts = method.moe_kernel.fused_experts
+            packed: set[nn.Module] = set()
+            experts.process_weights_after_loading = partial(_pack, experts.process_weights_after_loading, packed)
+            method.process_weights_after_loading = partial(
+                _process, method.process_weights_after_loading, experts.process_weights_after_loading, packed
+            )
+            patched += [experts, method]
+        yield
+    finally:
+        for each in patched:
+            del each.process_weights_after_loading
+
+
+def _pack(pack: Callable[[nn.Module], None], packed: set[nn.Module], layer: nn.Module) -> None:
+    packed.add(layer)
+    pack(layer)
+
+
+def _process(
+    process: Callable[[nn.Module], None], pack: Callable[[nn.Module], None], packed: set[nn.Module], layer: nn.Module
+) -> None:
+    packed.discard(layer)
+    process(layer)
+    if layer not in packed:
+        pack(layer)
 
 
 def _refresh_tied_heads(model: nn.Module) -> None:
