@@ -76,9 +76,12 @@ def checkpoint_records(base_model: nn.Module, records: Sequence[Record]) -> list
     """
     loading = sys.modules.get("transformers.core_model_loading")  # transformers 5 has it, and only models of its own
     revert = getattr(loading, "revert_weight_conversion", None)
-    pretrained = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
-    if revert is None or pretrained is None or not isinstance(base_model, pretrained):
+    modeling = sys.modules.get("transformers.modeling_utils")
+    pretrained = getattr(modeling, "PreTrainedModel", None)
+    if pretrained is None or not isinstance(base_model, pretrained):
         return list(records)
+    if revert is None:
+        return [replace(record, name=_name_in_transformers_4(base_model, record.name)) for record in records]
     shapes = tuple((record.name, tuple(record.tensor.shape)) for record in records)
     known_shapes, pieces = _converted.get(base_model, (None, None))
     if known_shapes != shapes:
@@ -89,6 +92,19 @@ def checkpoint_records(base_model: nn.Module, records: Sequence[Record]) -> list
         for record, parts in zip(records, pieces, strict=True)
         for name, view in parts
     ]
+
+
+def _name_in_transformers_4(base_model: nn.Module, name: str) -> str:
+    """transformers 4 loads old names of some vision models by patterns, which it turns round when it saves: of those models
+    only, and only the first that is found in a name."""
+    vision_models = getattr(sys.modules["transformers.modeling_utils"], "VLMS", ())
+    classes = [kind.__name__.lower() for kind in type(base_model).__mro__]
+    if any(each in kind for each in vision_models for kind in classes):
+        for written, live in getattr(base_model, "_checkpoint_conversion_mapping", {}).items():
+            found, count = re.subn(live, re.sub(r"\(.*\)", "", written.lstrip("^")), name)
+            if count:
+                return found
+    return name
 
 
 # What checkpoints hold of a tensor: names, and views where it is split or turned.

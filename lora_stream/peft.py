@@ -9,7 +9,7 @@ have another formula, so `isinstance` would merge them wrongly without a word.
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -223,11 +223,6 @@ class _Reader:
         adapters: Mapping[str, tuple[Adapter, ...]] = MappingProxyType({}),
     ) -> None:
         """adapters: by the parameters' own names."""
-        if missing := sorted(adapters.keys() - self.parameters.of(module).keys()):
-            raise ValueError(
-                f"{fqn}: has LoRA on its parameter {missing[0]!r}, but no such parameter now; PEFT takes it away while a "
-                "forward runs: stream between the steps"
-            )
         for own_name, parameter in self.parameters.of(module).items():
             if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
                 raise ValueError(
@@ -258,11 +253,7 @@ class _Reader:
         self.left |= {_join(fqn, own): reason for own in self.fqns_under(module)}
 
     def _read_modules_to_save(self, wrapper: nn.Module, fqn: str, name: str) -> None:
-        self._check_enabled(wrapper, fqn)
-        self.adapter_names |= set(wrapper.modules_to_save)
-        self.has_adapters = True
-        chosen = [self.adapter_name] if self.adapter_name is not None else list(wrapper.active_adapters)
-        chosen = [adapter for adapter in chosen if adapter in wrapper.modules_to_save]
+        chosen = self._chosen(wrapper, fqn, wrapper.modules_to_save)
         if len(chosen) > 1:
             raise ValueError(f"{fqn}: adapters {chosen} each have a copy of this module; choose one (adapter_name=...)")
         for adapter, copy in wrapper.modules_to_save.items():
@@ -279,17 +270,13 @@ class _Reader:
 
     def _read_trainable_tokens(self, wrapper: nn.Module, fqn: str, name: str) -> None:
         """Rows of an embedding or a head that are trained alone, in the place of the base's."""
-        self._check_enabled(wrapper, fqn)
         layer, fqn = wrapper.token_adapter, _join(fqn, "token_adapter")
-        self.has_adapters = True
-        self.adapter_names |= set(layer.trainable_tokens_delta)
+        chosen = self._chosen(wrapper, fqn, layer.trainable_tokens_delta)
         if layer.merged_adapters:
             raise ValueError(
                 f"{fqn}: adapters {layer.merged_adapters} are merged into the base weight; call unmerge_adapter() first"
             )
         base, base_fqn = self._unwrapped(layer.base_layer, _join(fqn, "base_layer"))
-        chosen = [self.adapter_name] if self.adapter_name is not None else list(wrapper.active_adapters)
-        chosen = [adapter for adapter in chosen if adapter in layer.trainable_tokens_delta]
         values = self.parameters.of(layer.trainable_tokens_delta)
         rows = tuple(
             Rows(name=adapter, indices=tuple(layer.token_indices[adapter]), values=values[adapter])
@@ -309,11 +296,17 @@ class _Reader:
             layer.trainable_tokens_original, _join(fqn, "trainable_tokens_original"), "the rows before training"
         )
 
-    def _check_enabled(self, layer: nn.Module, fqn: str) -> None:
-        if layer.disable_adapters:
+    def _chosen(self, layer: nn.Module, fqn: str, available: Collection[str]) -> list[str]:
+        """Of a layer's adapters those to merge, in PEFT's order. Raises ValueError where they are switched off."""
+        self.has_adapters = True
+        self.adapter_names |= set(available)
+        wanted = [self.adapter_name] if self.adapter_name is not None else list(layer.active_adapters)
+        chosen = [adapter for adapter in wanted if adapter in available]
+        if chosen and layer.disable_adapters:
             raise ValueError(
                 f"{fqn}: its adapters are disabled, so its weights are the base's; stream outside disable_adapter()"
             )
+        return chosen
 
     def fqns_under(self, module: nn.Module) -> Iterator[str]:
         """Parameters and persistent buffers, shared ones repeated."""
@@ -367,19 +360,28 @@ class _Reader:
 
     def _read_parameters(self, layer: nn.Module, fqn: str, name: str) -> None:
         """LoRA on parameters by name (target_parameters): one wrapper for each around their module."""
-        adapters = {}
-        wrapper = shards.class_before_sharding(layer)
-        while shards.class_before_sharding(layer) is wrapper:
-            target = layer.parameter_name
-            has_experts = layer._param_ndim == 3
-            adapters[target] = self._read_adapters(
-                layer,
-                fqn,
-                _join(name, target),
-                transposed=has_experts and not layer._did_swap_in_out_features,
-                num_experts=layer.num_experts if has_experts else None,
-            )
+        wrappers = []
+        kind = shards.class_before_sharding(layer)
+        while shards.class_before_sharding(layer) is kind:
+            wrappers.append((layer, fqn))
             layer, fqn = self._unwrapped(layer.base_layer, _join(fqn, "base_layer"))
+        parameters, adapters = self.parameters.of(layer), {}
+        for wrapper, wrapper_fqn in wrappers:
+            target = wrapper.parameter_name
+            if target not in parameters:
+                raise ValueError(
+                    f"{wrapper_fqn}: has LoRA on the parameter {target!r}, but there is none now; PEFT takes it away while a "
+                    "forward runs: stream between the steps"
+                )
+            has_experts = parameters[target].dim() == 3
+            adapters[target] = self._read_adapters(
+                wrapper,
+                wrapper_fqn,
+                _join(name, target),
+                # PEFT 0.18 takes all of them for [experts, in, out].
+                transposed=has_experts and not getattr(wrapper, "_did_swap_in_out_features", False),
+                num_experts=wrapper.num_experts if has_experts else None,
+            )
         self._read_own_tensors(layer, fqn, name, trained=False, adapters=adapters)
         for child_name, child in layer._modules.items():
             if child is not None:
@@ -396,22 +398,17 @@ class _Reader:
         """The chosen ones of a layer, for the tensor `name`; accounts for all that the layer has."""
         from peft.tuners.lora import layer as lora
 
-        self._check_enabled(layer, fqn)
         is_embedding = shards.class_before_sharding(layer) is lora.Embedding
         names_A, names_B = ("lora_embedding_A", "lora_embedding_B") if is_embedding else ("lora_A", "lora_B")
         parts_A, parts_B = getattr(layer, names_A), getattr(layer, names_B)
-        self.has_adapters = True
-        self.adapter_names |= set(parts_A)
+        chosen = self._chosen(layer, fqn, parts_A)
         if layer.merged:
             raise ValueError(
                 f"{fqn}: adapters {layer.merged_adapters} are merged into the base weight; call unmerge_adapter() first "
                 "(their delta would count twice)"
             )
-        chosen = [self.adapter_name] if self.adapter_name is not None else list(layer.active_adapters)
         adapters = []
         for adapter in chosen:
-            if adapter not in parts_A:
-                continue
             has_magnitude = self._check_variant(layer, fqn, adapter)
             lora_A, lora_B = (self._adapter_tensor(parts, adapter) for parts in (parts_A, parts_B))
             magnitude = self._adapter_tensor(layer.lora_magnitude_vector, adapter) if has_magnitude else None
@@ -435,7 +432,8 @@ class _Reader:
                 f"{fqn}: adapters {[adapter.name for adapter in adapters]} are active together and one is a DoRA, whose "
                 "weights are no sum; choose one (adapter_name=...)"
             )
-        for container_name in layer.adapter_layer_names:
+        # PEFT 0.18 does not name the magnitudes of an Embedding.
+        for container_name in dict.fromkeys([*layer.adapter_layer_names, "lora_magnitude_vector"]):
             container = getattr(layer, container_name, None)
             for adapter in container or ():
                 fqns = self._part_fqns(container, container_name, adapter, fqn)
@@ -446,8 +444,7 @@ class _Reader:
                 elif container_name == "lora_magnitude_vector" and any(a.magnitude is not None for a in adapters):
                     self.consumed |= dict.fromkeys(fqns, name)
                 # What else a chosen adapter holds is part of no known formula: the account of the plan refuses it.
-        for adapter, embed in getattr(layer, "lora_velora_embed", {}).items():
-            assert embed is not None
+        for adapter in getattr(layer, "lora_velora_embed", ()):
             self.left[f"{fqn}.lora_velora_embed.{adapter}"] = "VeLoRA's projection, of the backward pass alone"
         return tuple(adapters)
 

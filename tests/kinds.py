@@ -4,7 +4,7 @@ import warnings
 
 import torch
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
-from peft.tuners.lora.config import CordaConfig, VeloraConfig
+from peft.tuners.lora import config as lora_config
 from peft.tuners.lora.corda import preprocess_corda
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -94,7 +94,7 @@ def trained(base, **config):
 def corda():
     """CorDA looks at activations first."""
     base = llama()
-    corda_config = CordaConfig(corda_method="kpm")
+    corda_config = lora_config.CordaConfig(corda_method="kpm")
     targets = ["q_proj", "v_proj"]
     config = LoraConfig(
         r=4, lora_alpha=32, target_modules=targets, init_lora_weights="corda", corda_config=corda_config
@@ -121,7 +121,9 @@ def two_active(base, target, **config):
 
 
 def velora():
-    return with_lora(llama(), velora_config=VeloraConfig(num_groups=4), target_modules=["q_proj", "down_proj"])
+    return with_lora(
+        llama(), velora_config=lora_config.VeloraConfig(num_groups=4), target_modules=["q_proj", "down_proj"]
+    )
 
 
 def tied_pair():

@@ -28,8 +28,7 @@ def expected(
     live = {name: tensor.dtype for name, tensor in _live(base)}
     tensors = effective(model, adapters)
     if ties is None:
-        tied = getattr(base, "all_tied_weights_keys", None) or {}
-        ties = [name for name, kept in tied.items() if kept in tensors]
+        ties = ["lm_head.weight"] if getattr(getattr(base, "config", None), "tie_word_embeddings", False) else []
     for name in ties:
         tensors.pop(name, None)
     keep = getattr(base, "_keep_in_fp32_modules_strict", None) or ()
@@ -39,7 +38,7 @@ def expected(
             rounded[name] = tensor
             continue
         wire = live.get(name, torch.float32) if dtype is None else dtype
-        is_kept = wire == torch.bfloat16 and any(part in name.split(".") for part in keep)
+        is_kept = wire == torch.bfloat16 and any(f".{part}." in f".{name}." for part in keep)
         rounded[name] = round_once(tensor, torch.float32 if is_kept else wire)
     loading = sys.modules.get("transformers.core_model_loading")
     pretrained = getattr(sys.modules.get("transformers"), "PreTrainedModel", ())
@@ -108,7 +107,7 @@ def _add_to_parameter(layer, adapter: str, out: dict, name: str) -> None:
         return
     num, rank = layer.num_experts, layer.r[adapter]
     deltas = [scaling * (B[:, e::num] @ A[e * rank : (e + 1) * rank]) for e in range(num)]
-    if not layer._did_swap_in_out_features:
+    if not getattr(layer, "_did_swap_in_out_features", False):  # PEFT 0.18 never does
         deltas = [delta.T for delta in deltas]
     out[name] = weight + torch.stack(deltas)
 

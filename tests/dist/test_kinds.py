@@ -5,7 +5,8 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import Shard
 
 import lora_stream
@@ -88,6 +89,40 @@ def stream_kinds(rank, layout):
 def test_every_kind_has_the_bits_of_the_unsharded_model(pool, layout, num_ranks):
     """Edge cases 46 and 49."""
     pool.run(num_ranks, stream_kinds, layout, limit_s=240)
+
+
+def stream_flattened(rank, use_orig_params):
+    """One unit, and without use_orig_params one more for each module that trains, as PEFT's policy has it. Returns what FSDP1
+    does not take: it wants all of a unit to train, or nothing."""
+    not_taken = []
+    for kind in SHARDED_KINDS:
+        want = dict(lora_stream.stream(make(kind)))
+        model = make(kind)
+        leaves = [] if use_orig_params else [m for m in model.modules() if getattr(m, "weight", None) is not None]
+        units = [m for m in leaves if not list(m.children()) and m.weight.requires_grad]
+        policy = CustomPolicy(lambda module, units=units: module in units)
+        try:
+            wrapped = FullyShardedDataParallel(
+                model, device_id=torch.device("cpu"), use_orig_params=use_orig_params, auto_wrap_policy=policy
+            )
+        except ValueError as error:
+            assert "uniform" in str(error)
+            not_taken.append(kind)
+            continue
+        try:
+            assert_equal(dict(lora_stream.stream(wrapped)), want)
+        except Exception as error:
+            error.add_note(f"{kind}, use_orig_params={use_orig_params}")
+            raise
+    return not_taken
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_every_kind_has_the_bits_of_the_unsharded_model_under_fsdp1(pool, use_orig_params):
+    """Edge case 56."""
+    not_taken, _ = pool.run(2, stream_flattened, use_orig_params, limit_s=240)
+    assert not use_orig_params or not not_taken
+    assert len(not_taken) < len(SHARDED_KINDS) / 2, not_taken
 
 
 def stream_architectures(rank, layout, names):

@@ -5,7 +5,9 @@ import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import lora_stream
-from tests.models import gemma3_with_vision, llama, with_lora
+from tests.architectures import ARCHITECTURES, build
+from tests.kinds import KINDS
+from tests.models import assert_equal, gemma3_with_vision, llama, with_lora
 
 
 def compiled(model):
@@ -57,3 +59,33 @@ def test_renaming_conversions_of_transformers_are_applied():
     got = {meta.name for meta in lora_stream.MergedWeights(model).metadata()}
     assert got == written
     assert got != {name for name, _ in base.named_parameters()}
+
+
+def inside_out(model):
+    """Compiled as a whole, and every layer of PEFT's, what it wraps and its parts checkpoint-wrapped on their own."""
+    for module in list(model.modules()):
+        for name, child in list(module._modules.items()):
+            if child is None or isinstance(child, (torch.nn.ModuleDict, torch.nn.ParameterDict)):
+                continue
+            if type(child).__module__.startswith("peft.tuners.lora") or name in ("base_layer", "default"):
+                module._modules[name] = checkpoint_wrapper(child)
+    return torch.compile(model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings", "ignore:fan_in_fan_out is set", "ignore:MiCA")
+def test_wrappers_around_every_part_of_every_kind_change_nothing(kind):
+    """Case B20, edge case 41."""
+    model = KINDS[kind]()
+    plain = list(lora_stream.stream(model))
+    wrapped = list(lora_stream.stream(inside_out(model)))
+    assert [name for name, _ in wrapped] == [name for name, _ in plain]
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(plain, wrapped, strict=True))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "gemma3", "qwen3_vl"])
+def test_wrappers_around_an_architecture_with_names_of_its_own_change_nothing(name):
+    _, modules, parameters = ARCHITECTURES[name]
+    model = with_lora(build(name), target_modules=modules, target_parameters=parameters, task_type=None)
+    plain = dict(lora_stream.stream(model))
+    assert_equal(dict(lora_stream.stream(inside_out(model))), plain)

@@ -221,7 +221,7 @@ REFUSED = {
     "tensor parallelism of transformers": (tensor_parallel, r"q_proj: is a tensor-parallel layer.*colwise.*FSDP2"),
     "experts while a forward runs": (
         in_a_forward,
-        r"experts.*'gate_up_proj', but no such parameter.*between the steps",
+        r"experts.*'gate_up_proj', but there is none now.*between the steps",
     ),
     # weights
     "lora_bias without a bias": (
