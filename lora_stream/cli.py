@@ -1,6 +1,9 @@
 """The command `lora-stream`."""
 
 import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -56,16 +59,21 @@ def plan(
         Path | None, typer.Option(help="The base model's directory, for an adapter that does not name it.")
     ] = None,
     scope: Annotated[str, typer.Option(help='"all" or "trained".')] = "all",
-    names: Annotated[bool, typer.Option("--names", help="List every tensor.")] = False,
+    untie: Annotated[bool, typer.Option("--untie", help="For an engine that does not tie embedding and head.")] = False,
+    names: Annotated[
+        bool, typer.Option("--names", help="A line for every tensor, not for every kind of them.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """What a sync would merge, copy and leave, with bytes; exit 1 and the reason where it would be refused. Loads no weights."""
+    """What a sync would merge, copy and leave, with bytes, and what becomes of every tensor; exit 1 and the reason where it
+    would be refused. Loads no weights."""
     from lora_stream.peft import read_model
     from lora_stream.plan import build_plan
     from lora_stream.report import format_bytes
 
     try:
-        found = build_plan(read_model(_model_without_weights(directory, base)), scope=scope, planning_only=True)
+        records = read_model(_model_without_weights(directory, base), untie=untie)
+        found = build_plan(records, scope=scope, planning_only=True)
     except ValueError as error:
         if as_json:
             print(json.dumps({"refused": str(error)}))
@@ -73,11 +81,13 @@ def plan(
             console.print(f"refused: {error}", style="red", highlight=False)
         raise typer.Exit(1) from None
 
-    sizes = {task.fqn: task.meta.num_bytes for task in found.tasks}
+    sizes = Counter()
+    for task in found.tasks:
+        sizes[task.fqn] += task.meta.num_bytes
     summary = {}
     for fate in ("merged", "copied", "left", "consumed"):
         fqns = [fqn for fqn, (of, _) in found.account.items() if of == fate]
-        summary[fate] = {"tensors": len(fqns), "bytes": sum(sizes.get(fqn, 0) for fqn in fqns)}
+        summary[fate] = {"tensors": len(fqns), "bytes": sum(sizes[fqn] for fqn in fqns)}
     if as_json:
         account = {fqn: list(entry) for fqn, entry in found.account.items()}
         print(json.dumps({"scope": scope, "summary": summary, "account": account}))
@@ -86,9 +96,21 @@ def plan(
     for fate, entry in summary.items():
         table.add_row(fate, str(entry["tensors"]), format_bytes(entry["bytes"]) if entry["bytes"] else "")
     console.print(table)
-    if names:
-        for fqn, (fate, why) in found.account.items():
-            console.print(f"{fate:<9} {fqn}  ({why})", highlight=False)
+    table = Table("", "tensors", "of the model", "in the checkpoint, or why not", title="account", title_justify="left")
+    for (fate, fqn, why), count in _account_rows(found.account, by_kind=not names):
+        table.add_row(fate, str(count), fqn, why)
+    console.print(table)
+
+
+def _account_rows(account: Mapping[str, tuple[str, str]], by_kind: bool) -> Iterable[tuple[tuple[str, str, str], int]]:
+    """(fate, FQN, checkpoint name or reason) and how many there are; by kind, names that differ in numbers are one."""
+    found = Counter()
+    for fqn, (fate, why) in account.items():
+        found[fate, *((_NUMBERS.sub(".*", text) if by_kind else text) for text in (fqn, why))] += 1
+    return found.items()
+
+
+_NUMBERS = re.compile(r"\.\d+(?=\.|$)")
 
 
 def _model_without_weights(directory: Path, base: Path | None):

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from lora_stream import fsdp1, names, shards
-from lora_stream.plan import Adapter, ModelRecords, Record, Rows
+from lora_stream.plan import Adapter, ModelRecords, Record, Rows, listed
 
 
 def read_model(model: nn.Module, *, adapter_name: str | None = None, untie: bool = False) -> ModelRecords:
@@ -44,7 +44,13 @@ def read_model(model: nn.Module, *, adapter_name: str | None = None, untie: bool
     if not untie:
         _drop_tied(out, names.declared_ties(base_model))
     out.records = [replace(each, float32_among=names.float32_among(base_model, each.name)) for each in out.records]
-    out.records = names.checkpoint_records(base_model, out.records)
+    converted = names.checkpoint_records(base_model, out.records)
+    written: dict[str, list[str]] = {}
+    for record in converted:
+        written.setdefault(record.fqn, []).append(record.name)
+    become = {record.name: listed(written[record.fqn]) for record in out.records}
+    out.consumed = {fqn: become.get(name, name) for fqn, name in out.consumed.items()}
+    out.records = converted
     return out
 
 

@@ -7,7 +7,6 @@ leaves out is *left*; an adapter tensor that goes into a merge is *consumed*. Ea
 of these fates, or the plan is refused.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
@@ -241,6 +240,7 @@ def build_plan(
     by_name: dict[str, Record] = {}
     tasks = []
     account: dict[str, tuple[Fate, str]] = {}
+    sent: dict[str, list[str]] = {}  # fqn -> names of its parts
     for record in _wire_order(model.records, keys):
         name = record.name if rename is None else rename(record.name)
         if (other := by_name.setdefault(name, record)) is not record:
@@ -265,16 +265,17 @@ def build_plan(
             unit=keys[record.name],
         )
         tasks.append(task)
-        if account.get(record.fqn, ("left", ""))[0] == "left":
-            account[record.fqn] = (task.fate, name)
-    num_parts = Counter(task.fqn for task in tasks)
-    for fqn, count in num_parts.items():
-        if count > 1:
-            fate, name = account[fqn]
-            account[fqn] = (fate, f"{name} and {count - 1} more")
+        parts = sent.setdefault(record.fqn, [])
+        parts.append(name)
+        account[record.fqn] = (task.fate, listed(parts))
     account |= {fqn: ("consumed", name) for fqn, name in model.consumed.items()}
     account |= {fqn: ("left", reason) for fqn, reason in model.left.items()}
     return Plan(tasks=tuple(tasks), scope=scope, account=account)
+
+
+def listed(names: Sequence[str]) -> str:
+    """What a tensor of the model is in a checkpoint that splits it."""
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def _wire_dtype_of(record: Record, wire_dtype: torch.dtype | None) -> torch.dtype:

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from lora_stream.cli import app
 from tests.models import llama, qwen2, with_lora
 
-runner = CliRunner()
+runner = CliRunner(env={"COLUMNS": "200"})
 
 
 def invoke(*args):
@@ -50,6 +50,45 @@ def test_plan_of_a_plain_model_and_for_people(directories):
     assert "copied" in result.output
     assert "model.embed_tokens.weight" in result.output
     assert "tied to model.embed_tokens.weight" in result.output
+
+
+def test_plan_prints_the_account_with_a_line_for_each_kind_of_tensor(directories, tmp_path):
+    result = invoke("plan", directories / "adapter")
+    (line,) = [line for line in result.output.splitlines() if "q_proj.base_layer.weight" in line]
+    assert [cell.strip() for cell in line.split("│")[1:-1]] == [
+        "merged",
+        "2",
+        "base_model.model.model.layers.*.self_attn.q_proj.base_layer.weight",
+        "model.layers.*.self_attn.q_proj.weight",
+    ]
+    by_name = invoke("plan", directories / "adapter", "--names").output
+    assert "layers.1.self_attn.q_proj.base_layer.weight" in by_name
+    assert "layers.*" not in by_name
+
+
+def test_plan_counts_all_parts_of_a_tensor_that_checkpoints_split(tmp_path):
+    from tests.architectures import ARCHITECTURES, build
+
+    base = build("mixtral")
+    base.save_pretrained(tmp_path / "base")
+    _, modules, parameters = ARCHITECTURES["mixtral"]
+    with_lora(base, target_modules=modules, target_parameters=parameters).save_pretrained(tmp_path / "adapter")
+    shown = json.loads(invoke("plan", tmp_path / "adapter", "--base", tmp_path / "base", "--json").output)
+    assert sum(entry["bytes"] for entry in shown["summary"].values()) == 2 * sum(
+        p.numel() for p in build("mixtral").parameters()
+    )
+    ends = {why for fqn, (fate, why) in shown["account"].items() if fate == "consumed" and "experts" in fqn}
+    assert "model.layers.0.block_sparse_moe.experts.0.w1.weight and 7 more" in ends
+
+
+def test_plan_of_a_tied_pair_and_of_an_untied_engine(tmp_path):
+    model = with_lora(llama(tied=True), target_modules=["embed_tokens", "lm_head"], ensure_weight_tying=True)
+    llama(tied=True).save_pretrained(tmp_path / "base")
+    model.save_pretrained(tmp_path / "adapter")
+    account = json.loads(invoke("plan", tmp_path / "adapter", "--base", tmp_path / "base", "--json").output)["account"]
+    assert account["base_model.model.lm_head.base_layer.weight"] == ["left", "tied to model.embed_tokens.weight"]
+    both = json.loads(invoke("plan", tmp_path / "adapter", "--base", tmp_path / "base", "--json", "--untie").output)
+    assert both["account"]["base_model.model.lm_head.base_layer.weight"] == ["merged", "lm_head.weight"]
 
 
 def test_plan_shows_a_refusal_and_fails(directories, tmp_path):
