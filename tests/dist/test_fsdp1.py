@@ -86,6 +86,7 @@ def fsdp1_unwrapped(module):
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_way_to_wrap_gives_the_bits_of_the_unsharded_model_and_nothing_is_written(pool, layout, num_ranks):
+    """Edge case 56, case B34."""
     for tied in (False, True):
         pool.run(num_ranks, stream_all, layout, tied)
 

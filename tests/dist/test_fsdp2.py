@@ -95,6 +95,7 @@ def seeded_fill(model):
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_every_layout_gives_the_bits_of_the_unsharded_model_and_is_left_as_it_was(pool, num_ranks):
+    """Edge cases 46 to 50, 52 and 53."""
     pool.run(num_ranks, stream_layouts, limit_s=120)
 
 
@@ -109,6 +110,7 @@ def stream_mixed_dtypes(rank):
 
 
 def test_float32_adapters_over_a_bfloat16_base(pool):
+    """Edge case 54, case B33."""
     pool.run(2, stream_mixed_dtypes)
 
 
@@ -137,6 +139,7 @@ def stream_small(rank, r):
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("r", [1, 3, 17])
 def test_more_ranks_than_rows_or_than_r(pool, num_ranks, r):
+    """Edge case 46."""
     pool.run(num_ranks, stream_small, r)
 
 
@@ -293,6 +296,7 @@ def merged(base, adapter):
 
 
 def test_tensor_parallel_with_fsdp_is_gathered_whole(pool):
+    """Edge case 51."""
     pool.run(4, stream_tensor_parallel)
 
 
@@ -399,7 +403,7 @@ def gathered_by_torch(model):
 
 @pytest.mark.parametrize("layout", ["by_layer", "mixed_precision", "keep_gathered", "offloaded"])
 def test_masters_are_read_before_a_forward_after_it_and_after_a_step(pool, layout):
-    """Case B28, and copies in the compute dtype that a forward leaves behind."""
+    """Edge case 47. Case B28, and copies in the compute dtype that a forward leaves behind."""
     pool.run(2, stream_after_work, layout)
 
 
@@ -415,6 +419,7 @@ def stream_resharded_to_a_smaller_mesh(rank):
 
 
 def test_parameters_resharded_to_a_smaller_mesh_are_read_from_the_whole_one(pool):
+    """Edge case 48."""
     pool.run(4, stream_resharded_to_a_smaller_mesh)
 
 

@@ -107,6 +107,7 @@ WAYS = {f.__name__: f for f in (close, leave, drop, raise_in_the_consumer, inter
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_rank_that_stops_early_takes_part_for_the_others_until_they_have_all(pool, way):
+    """Case B30."""
     for num_taken in (1, 3, NUM_TENSORS - 1):
         pool.run(2, stop_early, way, num_taken)
 
@@ -215,6 +216,7 @@ ENTRIES = {
 
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_what_one_rank_refuses_is_refused_by_all_with_its_reason(pool, entry):
+    """Edge case 55."""
     pool.run(3, one_refuses, entry)
 
 
@@ -293,6 +295,7 @@ def stay_away(rank):
 
 
 def test_a_rank_that_calls_alone_is_told_that_all_must(pool):
+    """Case B30."""
     outcomes = pool.outcomes(2, stay_away)
     assert [outcome.error for outcome in outcomes] == [None, None], outcomes
     assert outcomes[0].seconds < TIMEOUT_S + 4

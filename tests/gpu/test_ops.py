@@ -105,6 +105,7 @@ def test_precision_fast_keeps_its_bound_and_is_another_arithmetic():
 
 
 def test_tf32_autocast_and_inference_mode_change_no_bit(monkeypatch):
+    """Edge case 63."""
     args = problem(300, 264, 32, torch.float32, torch.float32, torch.float32)
     plain = merge(*args, torch.float32)
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)

@@ -136,6 +136,7 @@ def test_an_offloaded_model_is_merged_on_the_host_and_only_merged_bytes_cross():
 
 
 def test_adapters_on_the_device_come_to_their_offloaded_base():
+    """Edge case 61."""
     model = with_lora(llama(num_hidden_layers=2, hidden_size=128))
     want = on_host(model)
     for name, parameter in model.named_parameters():

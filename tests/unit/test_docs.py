@@ -63,6 +63,27 @@ def test_a_build_that_was_asked_for_cuda_never_becomes_a_cpu_build_silently(tmp_
     assert "must be auto, 0 or 1, got 'yes'" in wrong.stderr
 
 
+def test_every_listed_case_has_a_test_that_names_it():
+    listed = re.findall(r"^\| ([B\d][\dB, to]*) \|", (ROOT / "tests" / "CASES.md").read_text(), re.MULTILINE)
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    edge = "\n".join(re.findall(r"[Ee]dge cases? [\d, toand]+", tests))
+    public = "\n".join(re.findall(r"[Cc]ases? B[\dB, toand]+", tests))
+    wanted = numbers("\n".join(listed))
+    assert set(range(1, 66)) <= wanted
+    assert wanted - numbers(edge) == set()
+    cases = {case for line in listed for case in re.findall(r"B\d+", line)}
+    assert len(cases) > 15
+    assert cases - set(re.findall(r"B\d+", public)) == set()
+
+
+def numbers(text):
+    """Of lines such as "9 to 11, 13 and 15"."""
+    ranges = re.findall(r"(?<![B\d])(\d+) to (\d+)", text)
+    return {n for low, high in ranges for n in range(int(low), int(high) + 1)} | {
+        int(n) for n in re.findall(r"(?<![B\d])\d+", text)
+    }
+
+
 def test_readme_example_is_python_and_uses_what_exists():
     import ast
 

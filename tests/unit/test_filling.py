@@ -263,6 +263,7 @@ def crossed(model, **kwargs):
 
 @pytest.mark.parametrize("base", [torch.float32, torch.bfloat16])
 def test_of_an_offloaded_base_only_merged_bytes_go_to_a_device(far_device, base):
+    """Edge case 61."""
     stream, tensors, traffic = crossed(with_lora(llama(dtype=base)), device=far_device)
     assert {tensor.device for tensor in tensors.values()} == {far_device}
     assert traffic.crossed == stream.plan.num_bytes

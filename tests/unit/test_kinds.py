@@ -5,11 +5,12 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForSequenceClassification
 
 import lora_stream
 from tests import oracle
 from tests.kinds import KINDS, TOKENS, Convolutions, two_active
-from tests.models import assert_matches, assert_same_state, fill, llama, state, with_lora
+from tests.models import SIZES, assert_matches, assert_same_state, fill, llama, state, with_lora
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings"),
@@ -279,6 +280,18 @@ def test_a_delta_that_is_not_finite_is_refused_by_name_unless_asked_for(what, va
     got = streamed(model, check_finite=False)
     assert got.keys() == streamed(built(kind)).keys()
     assert any(not tensor.isfinite().all() for tensor in got.values())
+
+
+def test_a_new_head_is_the_trained_one():
+    """Case B24: a classifier, which PEFT saves whole; and no name of the language model's head."""
+    config = LlamaConfig(**SIZES, num_labels=5, pad_token_id=0)
+    model = with_lora(LlamaForSequenceClassification(config).eval(), task_type="SEQ_CLS")
+    with torch.no_grad():
+        model.get_base_model().score.modules_to_save["default"].weight.normal_()
+    got = streamed(model)
+    assert torch.equal(got["score.weight"], model.get_base_model().score.modules_to_save["default"].weight.bfloat16())
+    assert got["score.weight"].shape == (5, 32)
+    assert_matches(got, oracle.expected(model))
 
 
 def test_two_doras_and_other_mixtures_are_refused():

@@ -148,6 +148,7 @@ def test_metadata_equals_iteration_element_for_element(model, scope, wire_dtype)
 
 
 def test_each_iter_is_a_fresh_pass_over_the_weights_as_they_are(model):
+    """Edge case 65."""
     weights = MergedWeights(model)
     first = dict(weights)
     fill(model)
@@ -174,6 +175,7 @@ def test_a_model_that_changed_its_targets_is_refused_instead_of_lying_in_metadat
 
 @pytest.mark.parametrize("bucket_bytes", [1, 4096, 10**9])
 def test_any_bucket_size_gives_the_same_bits(model, bucket_bytes):
+    """Case B36."""
     assert_equal(dict(MergedWeights(model, bucket_bytes=bucket_bytes)), dict(lora_stream.stream(model)))
 
 
@@ -210,6 +212,7 @@ def test_no_context_of_the_stream_reaches_the_consumer(model):
 
 
 def test_yielded_tensors_carry_no_graph(model):
+    """Edge case 62."""
     assert not any(tensor.requires_grad or tensor.grad_fn for _, tensor in lora_stream.stream(model))
 
 

@@ -42,6 +42,7 @@ def problems(draw):
 @settings(max_examples=150, deadline=None)
 @given(problems())
 def test_any_shape_rank_dtype_and_layout_is_merged_right_and_alike_on_every_path(problem):
+    """Edge cases 7 to 9."""
     rows, cols, rank, (base_dtype, A_dtype, B_dtype, out_dtype), layout, seed = problem
     generator = torch.Generator().manual_seed(seed)
     pad = {"row stride": 3, "offset": 0}.get(layout, 0)
@@ -87,6 +88,7 @@ def test_9999_of_10000_elements_are_the_exact_sum_rounded_once(base_dtype, adapt
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_zero_delta_gives_the_base_rounded_bit_for_bit(dtype):
+    """Edge cases 2 and 3."""
     base = torch.randn(37, 53).to(dtype)
     lora_A, _ = pair(37, 53, 8)
     for B in (torch.zeros(37, 8), torch.randn(37, 8)):
@@ -179,6 +181,7 @@ def test_statistics_are_what_rounding_did():
     ],
 )
 def test_wrong_input_raises_with_name_expected_and_got(change, message):
+    """Case B34."""
     args = {
         "base": torch.zeros(4, 5),
         "lora_A": torch.zeros(2, 5),
@@ -220,6 +223,17 @@ def test_no_matrix_of_a_group_may_write_what_another_reads_or_writes():
     halves = [shared[:4], shared[4:]]  # adjacent is not overlapping, and a matrix may replace its own base
     run(halves, halves)
     run([fresh(), fresh()], halves)
+
+
+def test_offsets_past_two_to_the_31_are_right():
+    """Edge case 60. Rows that lie a gigabyte apart: only their own pages are touched."""
+    stride, cols = 2**30 + 5, 37
+    memory = [torch.empty(2 * stride + cols, dtype=torch.bfloat16) for _ in range(2)]
+    base, out = (each.as_strided((3, cols), (stride, 1)) for each in memory)
+    base.normal_()
+    lora_A, lora_B = torch.randn(5, cols), torch.randn(3, 5)
+    ops.merge_cast_(base, lora_A, lora_B, 0.7, out)
+    assert torch.equal(out, reference.merge_cast(base, lora_A, lora_B, 0.7, torch.bfloat16))
 
 
 def test_a_larger_out_is_refused_and_not_filled_by_broadcasting():
@@ -277,6 +291,7 @@ def test_op_works_under_torch_compile_without_a_graph_break():
 
 
 def test_autocast_inference_mode_and_gradients_change_no_bit():
+    """Edge case 62."""
     base = torch.randn(30, 40).requires_grad_()
     lora_A, lora_B = (t.requires_grad_() for t in pair(30, 40, 4))
     plain = merge(base.detach(), lora_A.detach(), lora_B.detach(), 0.5, torch.bfloat16)

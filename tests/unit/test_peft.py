@@ -30,6 +30,7 @@ def streamed(model, **kwargs):
 @pytest.mark.parametrize("base", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("make", [llama, qwen2])
 def test_stream_is_the_formula_for_targets_and_the_cast_base_for_the_rest(make, base, tied):
+    """Edge case 1."""
     model = with_lora(make(tied=tied, dtype=base))
     assert_matches(streamed(model), expected(model))
 
@@ -58,7 +59,7 @@ def test_adapters_of_any_dtype_and_any_wire_dtype(dtype):
     ],
 )
 def test_scaling_is_the_layers_own(config, scales):
-    """Cases B10 and B11: rsLoRA and patterns; alpha 0 and fractions."""
+    """Edge cases 3 to 5. Cases B10 and B11: rsLoRA and patterns; alpha 0 and fractions."""
     model = with_lora(llama(), **config)
     plan = lora_stream.MergedWeights(model).plan
     for layer, scale in scales.items():
@@ -68,6 +69,7 @@ def test_scaling_is_the_layers_own(config, scales):
 
 
 def test_scaling_changed_after_the_config_is_used_at_once():
+    """Edge case 6."""
     model = with_lora(llama())
     weights = lora_stream.MergedWeights(model)
     first = dict(weights)

@@ -646,6 +646,7 @@ def test_memory_is_pinned_once_and_unpinned_before_it_goes(monkeypatch):
 
 
 def test_memory_that_cannot_be_pinned_is_used_as_it_is_with_one_warning(monkeypatch):
+    """Case B38."""
     calls = []
     monkeypatch.setattr(_C, "pin", lambda *args: calls.append(args) or "cudaErrorMemoryAllocation, out of memory")
     monkeypatch.setattr(_C, "unpin", lambda address: pytest.fail("was never pinned"))
