@@ -50,8 +50,8 @@ inline float round_to(float x, float*) { return x; }
 
 inline float round_to(float x, BFloat16*) {
   const uint32_t bits = float_bits(x);
-  if (x != x) return bits_float(0x7fc00000u);  // rounding a NaN's payload could carry it into infinity
-  return bits_float((bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
+  return bits_float(x != x ? 0x7fc00000u : rounded);  // rounding a NaN's payload could carry it into infinity
 }
 
 inline uint16_t float16_bits(float x) {

@@ -2,7 +2,7 @@
 
 Two passes of the merge kernel, into float32 and block by block, so that a block stays in the cache: the first takes the
 norms, the second scales and rounds. Every sum runs in an order that the shape alone decides: the same bits come out
-however the weight is cut.
+however the weight is cut, on every CPU.
 """
 
 from collections.abc import Iterator
@@ -21,10 +21,10 @@ def norms(
 
     base: [rows, cols]; lora_A: [r, cols]; lora_B: [rows, r], on one device.
     """
-    sums = [_sum(merged.double().square_(), dim) for _, merged in _blocks(base, lora_A, lora_B, scaling, precision)]
-    if not sums:
-        return base.new_zeros((base.shape[0], 1) if dim == 1 else (1, base.shape[1]), dtype=torch.float32)
-    return (torch.cat(sums) if dim == 1 else _sum(torch.cat(sums), 0)).sqrt_().float()
+    sums = torch.zeros(base.shape[1 - dim], dtype=torch.float64, device=base.device)
+    for rows, merged in _blocks(base, lora_A, lora_B, scaling, precision):
+        add_squares(merged, dim, sums[rows] if dim == 1 else sums)
+    return sums.sqrt_().float().unsqueeze(dim)
 
 
 def merge(
@@ -40,11 +40,48 @@ def merge(
     base, out: [rows, cols]; pair: lora_A [r, cols], lora_B [rows, r], scaling; scale: float32 [rows, 1] or [1, cols].
     """
     statistics = torch.zeros(ops.NUM_STATS, dtype=torch.float64, device=base.device)
+    by_row = scale.shape == (base.shape[0], 1)
     for rows, merged in _blocks(base, *pair, precision):
-        merged *= scale[rows] if scale.shape[0] > 1 else scale
-        out[rows] = merged
-        statistics += _statistics(base[rows], merged, out.dtype)
+        scale_cast(merged, scale[rows] if by_row else scale, _adjacent(base[rows]), out[rows], statistics)
     return statistics
+
+
+def add_squares(merged: torch.Tensor, dim: int, sums: torch.Tensor) -> None:
+    """Add the squares along `dim` to sums, float64."""
+    if merged.is_cpu:
+        torch.ops.lora_stream._add_squares_(merged, dim, sums)
+    else:
+        sums += merged.double().square_().sum(dim)
+
+
+def scale_cast(
+    merged: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, out: torch.Tensor, statistics: torch.Tensor
+) -> None:
+    """out = round(scale * merged), and add what that did against base to the statistics."""
+    if merged.is_cpu:
+        torch.ops.lora_stream._scale_cast_(merged, scale.contiguous(), base, out, statistics)
+    else:
+        scale_cast_reference(merged, scale, base, out, statistics)
+
+
+def scale_cast_reference(
+    merged: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, out: torch.Tensor, statistics: torch.Tensor
+) -> None:
+    """The same in torch's own ops, on any device."""
+    merged = merged * scale
+    out.copy_(merged)
+    delta = merged - base.float()
+    rounded, rounded_base = out.float(), base.to(out.dtype).float()
+    is_changed = delta != 0
+    statistics += torch.stack(
+        [
+            is_changed.sum().double(),
+            (is_changed & (rounded == rounded_base)).sum().double(),
+            (rounded - rounded_base).double().square_().sum(),
+            delta.double().square_().sum(),
+            rounded.contiguous().view(torch.int32).long().bitwise_and_(2**32 - 1).sum().remainder_(2**32).double(),
+        ]
+    ).to(statistics.device)
 
 
 def _blocks(
@@ -56,36 +93,11 @@ def _blocks(
     memory = torch.empty(min(step, num_rows), num_cols, dtype=torch.float32, device=base.device)
     for begin in range(0, num_rows, step):
         rows = slice(begin, min(begin + step, num_rows))
-        block = base[rows] if base.stride(1) == 1 else base[rows].contiguous()
         merged = memory[: rows.stop - begin]
-        ops.merge_cast_(block, lora_A, lora_B[rows], scaling, merged, precision=precision)
+        ops.merge_cast_(_adjacent(base[rows]), lora_A, lora_B[rows], scaling, merged, precision=precision)
         yield rows, merged
 
 
-def _sum(terms: torch.Tensor, dim: int) -> torch.Tensor:
-    """Pairwise, by halves. torch's own sum orders its terms by the number of rows and threads."""
-    if terms.shape[dim] == 0:
-        return terms.sum(dim, keepdim=True)
-    while (size := terms.shape[dim]) > 1:
-        half = size // 2
-        folded = terms.narrow(dim, 0, half) + terms.narrow(dim, half, half)
-        if size % 2:
-            folded.narrow(dim, 0, 1).add_(terms.narrow(dim, size - 1, 1))
-        terms = folded
-    return terms
-
-
-def _statistics(base: torch.Tensor, merged: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Of one block, as the kernel counts them."""
-    delta = merged - base.float()
-    rounded, rounded_base = merged.to(dtype).float(), base.to(dtype).float()
-    is_changed = delta != 0
-    return torch.stack(
-        [
-            is_changed.sum().double(),
-            (is_changed & (rounded == rounded_base)).sum().double(),
-            (rounded - rounded_base).double().square_().sum(),
-            delta.double().square_().sum(),
-            rounded.view(torch.int32).long().bitwise_and_(2**32 - 1).sum().remainder_(2**32).double(),
-        ]
-    )
+def _adjacent(matrix: torch.Tensor) -> torch.Tensor:
+    """The kernels want a row's elements adjacent."""
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()

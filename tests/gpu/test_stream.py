@@ -9,6 +9,7 @@ import torch
 import lora_stream
 from lora_stream.merged_weights import MergedWeights
 from lora_stream.ring import Receiver, Sender
+from tests.kinds import KINDS
 from tests.models import llama, with_lora
 
 
@@ -35,6 +36,14 @@ def test_a_pass_on_the_device_yields_what_one_on_the_host_does(model, bucket_byt
     got = dict(weights)
     assert all(tensor.is_cuda for tensor in got.values())
     assert_alike(got, on_host(model))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings", "ignore:fan_in_fan_out is set", "ignore:MiCA")
+def test_every_kind_on_the_device_is_what_the_host_makes(kind):
+    model = KINDS[kind]()
+    want = on_host(model)
+    assert_alike(dict(lora_stream.stream(model.to("cuda"))), want)
 
 
 def test_a_consumer_that_changes_streams_sees_finished_tensors_that_nobody_reuses(model):

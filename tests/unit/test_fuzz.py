@@ -135,8 +135,10 @@ def models(draw):
         except (ValueError, KeyError, TypeError, AttributeError):
             model = None  # PEFT itself does not take it: two of its names clash, say
     assume(model is not None)
-    # A name that ends like another's target may get a copy inside an adapter's layer, which is refused.
-    assume(not any(type(getattr(m, "base_layer", None)).__name__ == "ModulesToSaveWrapper" for m in model.modules()))
+    for module in model.modules():
+        # A name that ends like another's target may get a copy inside an adapter's layer, and a convolution DoRA: refused.
+        assume(type(getattr(module, "base_layer", None)).__name__ != "ModulesToSaveWrapper")
+        assume(not (type(module).__name__.startswith("Conv") and getattr(module, "lora_magnitude_vector", None)))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_magnitude" in name:
