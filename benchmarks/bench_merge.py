@@ -5,6 +5,7 @@ Rivals:  eager  `(W + s * (B @ A)).to(bfloat16)`, the merge of most trainers
          addmm  `torch.addmm(W, B, A, alpha=s, out=full).to(bfloat16)`, float32 W only: the best that torch has
 
     python benchmarks/bench_merge.py [--rows 4096] [--cols 4096] [--ranks 8,16,32,64,128] [--threads 2] [--repeats 15]
+    python benchmarks/bench_merge.py --dora      DoRA, beside PEFT's own merge of it
 
 A and B are float32, out is bfloat16. All that one row shows is measured in turn within the same seconds.
 """
@@ -17,7 +18,7 @@ import time
 
 import torch
 
-from lora_stream import _C, ops
+from lora_stream import _C, dora, ops
 
 
 def measure(candidates: dict, repeats: int) -> dict[str, list[float]]:
@@ -68,6 +69,49 @@ def bench(dtype: torch.dtype, rows: int, cols: int, rank: int, repeats: int) -> 
     }
 
 
+def bench_dora(dtype: torch.dtype, rows: int, cols: int, rank: int, repeats: int) -> dict:
+    """Norms, scaling, statistics and the one rounding, against PEFT's safe merge and the cast of what it makes."""
+    from peft import LoraConfig, get_peft_model
+
+    base = torch.nn.Linear(cols, rows, bias=False).to(dtype)
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, use_dora=True, target_modules=["0"])
+    layer = get_peft_model(torch.nn.Sequential(base), config).base_model.model[0]
+    weight, lora_A, lora_B, magnitude = (
+        each.weight.detach()
+        for each in (base, *(part["default"] for part in (layer.lora_A, layer.lora_B, layer.lora_magnitude_vector)))
+    )
+    lora_B.normal_(std=0.01)
+    out = torch.empty(rows, cols, dtype=torch.bfloat16)
+    stats = torch.empty(1, ops.NUM_STATS, dtype=torch.float64)
+
+    def merge_dora() -> None:
+        norms = dora.norms(weight, lora_A, lora_B, 2.0, 1, "float32")
+        dora.merge(weight, (lora_A, lora_B, 2.0), magnitude.float().unsqueeze(1) / norms, out, "float32")
+
+    @torch.no_grad()
+    def merge_by_peft() -> None:
+        layer.lora_variant["default"].merge_safe(layer, "default", base.weight).to(torch.bfloat16)
+
+    seconds = measure(
+        {
+            "merge": lambda: ops.merge_cast_grouped_([weight], [lora_A], [lora_B], [2.0], [out], stats),
+            "dora": merge_dora,
+            "peft": merge_by_peft,
+        },
+        repeats,
+    )
+    ratios = {
+        "DoRA over plain merge": [d / m for d, m in zip(seconds["dora"], seconds["merge"], strict=True)],
+        "PEFT's DoRA over ours": [p / d for p, d in zip(seconds["peft"], seconds["dora"], strict=True)],
+    }
+    return {
+        "dtype": str(dtype).removeprefix("torch."),
+        "rank": rank,
+        "gflops": round(2 * 2 * rank * rows * cols / statistics.median(seconds["dora"]) / 1e9),
+        "ratios": {name: quartiles(values) for name, values in ratios.items()},
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=4096)
@@ -75,6 +119,7 @@ def main() -> None:
     parser.add_argument("--ranks", default="8,16,32,64,128")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--dora", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
@@ -82,14 +127,24 @@ def main() -> None:
     print(f"{args.rows} x {args.cols}, {args.threads} threads, path {_C.cpu_path()}; median [quartiles]")
     for dtype in (torch.float32, torch.bfloat16):
         for rank in map(int, args.ranks.split(",")):
-            result = bench(dtype, args.rows, args.cols, rank, args.repeats)
+            result = (bench_dora if args.dora else bench)(dtype, args.rows, args.cols, rank, args.repeats)
             results.append(result)
             shown = "   ".join(
                 f"{name} {m:.2f} [{low:.2f} {high:.2f}]" for name, (low, m, high) in result["ratios"].items()
             )
             print(f"{result['dtype']:<8} r={rank:<4} {shown}   {result['gflops']} GFLOP/s", flush=True)
     machine = {"cpu": _processor(), "path": _C.cpu_path(), "threads": args.threads, "torch": torch.__version__}
-    print(json.dumps({"benchmark": "merge", "rows": args.rows, "cols": args.cols, **machine, "results": results}))
+    print(
+        json.dumps(
+            {
+                "benchmark": "dora" if args.dora else "merge",
+                "rows": args.rows,
+                "cols": args.cols,
+                **machine,
+                "results": results,
+            }
+        )
+    )
 
 
 def _processor() -> str:

@@ -11,7 +11,7 @@ import torch
 
 from lora_stream import ops
 
-BLOCK_ELEMENTS = 1 << 18
+BLOCK_ELEMENTS = 1 << 20  # 4 MiB: more packs lora_A less often, but leaves the cache
 
 
 def norms(
