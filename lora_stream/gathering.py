@@ -177,6 +177,7 @@ class Gathering:
         self._loaded = loaded
         self._kept: dict[tuple, torch.Tensor] = {}
         self._adapters: dict[tuple, dict[int, torch.Tensor | None]] = {}  # gathered, by group and who got them, and id
+        self._live: dict[int, torch.Tensor] = {}  # gathered whole, by id
         self._arrived: Arrived | None = None
         self._num_gathered = 0
         self._failure: BaseException | None = None
@@ -220,6 +221,7 @@ class Gathering:
             self._arrived = None
             self._kept.clear()
             self._adapters.clear()
+            self._live.clear()
 
     def _gather_next(self) -> None:
         bucket = self._buckets[self._num_gathered]
@@ -235,7 +237,7 @@ class Gathering:
                 self._gather(bucket, arrived)
                 self._attempt(loaded.close)
                 self._num_gathered += 1
-                self._forget_adapters()
+                self._forget()
         except Exception:
             self.is_lost = True
             raise
@@ -358,8 +360,11 @@ class Gathering:
         their adapters are not. Every rank that receives merges all of them."""
         boxes = [None] * len(tasks)
         whole = self._gather_adapters(tasks, boxes, lambda group: shards.indices_of(group, self._receivers))
-        live = {id(task.base): self._whole(task.base) for task in tasks}
-        bases = [live[id(task.base)] if task.view is None else task.view.of(live[id(task.base)]) for task in tasks]
+        for task in tasks:
+            if id(task.base) not in self._live:
+                self._live[id(task.base)] = self._whole(task.base)
+        live = [self._live[id(task.base)] for task in tasks]
+        bases = [each if task.view is None else task.view.of(each) for task, each in zip(tasks, live, strict=True)]
         if self._receives and self._failure is None:
             self._attempt(lambda: self._merge_whole(tasks, bases, whole, arrived))
 
@@ -436,13 +441,14 @@ class Gathering:
             whole |= {id(tensor): kept[id(tensor)] for tensor, _ in cut if kept[id(tensor)] is not None}
         return whole
 
-    def _forget_adapters(self) -> None:
-        """Those that the next bucket does not need."""
+    def _forget(self) -> None:
+        """Adapters, and tensors that were gathered whole, that the next bucket does not need."""
         following = self._buckets[self._num_gathered : self._num_gathered + 1]
         needed = {id(tensor) for task in itertools.chain(*following) for tensor in task.tensors()}
         self._adapters = {
             key: {each: whole for each, whole in kept.items() if each in needed} for key, kept in self._adapters.items()
         }
+        self._live = {each: whole for each, whole in self._live.items() if each in needed}
 
     def _gather_tensors(
         self, cut: Sequence[tuple[torch.Tensor, Box]], receivers: Collection[int], what: str

@@ -119,7 +119,7 @@ def merge(merges: Sequence[Merge], *, precision: ops.Precision, traffic: Traffic
     bases, lora_As, lora_Bs, scalings, outs, owners = [], [], [], [], [], []
     scaled: dict[int, torch.Tensor] = {}
     for i, (base, pairs, out, scale) in enumerate(merges):
-        lora_A, lora_B, scaling = summed(pairs)
+        lora_A, lora_B, scaling = _summed(pairs)
         # The base may be offloaded, and the adapter not: the merge is where the base is.
         lora_A, lora_B = traffic.to(lora_A, device), traffic.to(lora_B, device)
         if scale is not None:
@@ -152,7 +152,7 @@ def merge(merges: Sequence[Merge], *, precision: ops.Precision, traffic: Traffic
     return sums
 
 
-def summed(pairs: Sequence[Pair]) -> Pair:
+def _summed(pairs: Sequence[Pair]) -> Pair:
     """One pair for the sum of all: concatenated along the rank, with differing scalings multiplied into lora_B in float32."""
     (lora_A, lora_B, scaling), *others = pairs
     if not others:

@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import CustomPolicy
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import lora_stream
+from lora_stream import shards
 from tests.architectures import ARCHITECTURES, build
 from tests.dist import sharded
 from tests.kinds import KINDS
@@ -144,3 +145,25 @@ def stream_architectures(rank, layout, names):
 def test_experts_that_checkpoints_split_are_merged_where_they_lie(pool, layout, num_ranks):
     """Edge case 46: fewer experts than ranks on some, cut between experts, rows or columns."""
     pool.run(num_ranks, stream_architectures, layout, ["mixtral", "gpt_oss", "qwen3_vl_moe"], limit_s=240)
+
+
+def stream_cut_twice(rank):
+    """Experts over one dimension of the mesh, their rows over the other."""
+    want = dict(lora_stream.stream(adapted("mixtral")))
+    model = adapted("mixtral")
+    mesh = dist.init_device_mesh("cpu", (2, 2))
+    for name, parameter in list(model.named_parameters()):
+        if parameter.dim() == 3:
+            module, _, own = name.rpartition(".")
+            placed = distribute_tensor(parameter.detach(), mesh, [Shard(0), Shard(1)])
+            setattr(model.get_submodule(module), own, torch.nn.Parameter(placed, requires_grad=False))
+    gathered = []
+    with pytest.MonkeyPatch.context() as patch:
+        gather = shards.gather_whole
+        patch.setattr(shards, "gather_whole", lambda tensor: gathered.append(id(tensor)) or gather(tensor))
+        assert_equal(dict(lora_stream.stream(model, bucket_bytes=4096)), want)
+    return len(gathered), len(set(gathered))
+
+
+def test_a_stack_that_is_cut_twice_is_gathered_once_for_all_its_experts(pool):
+    assert pool.run(4, stream_cut_twice) == [(4, 4)] * 4
