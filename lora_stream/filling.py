@@ -248,7 +248,7 @@ class Filling:
             whole = self._traffic.to(shards.local(part.task.base), base.device)
             pair = pair_of(part.task, adapter, shards.local(adapter.lora_A), shards.local(adapter.lora_B))
             self._scales[name] = of(whole, pair, magnitude)
-        return self._scales.pop(name) if part.is_last else self._scales[name]
+        return self._scales[name]
 
     def _copy_one(self, source: torch.Tensor, out: torch.Tensor) -> None:
         """On the current stream. With another device, a cast is made before the way if that makes it shorter."""

@@ -1,5 +1,10 @@
 """Stand-ins of several layers."""
 
+import torch
+
+import lora_stream
+from lora_stream.filling import Batch, Part
+
 
 class Recorder:
     """Holds what it was sent, as an engine does. Fails before tensor number `fail_at` of the next load."""
@@ -31,3 +36,30 @@ class Loads:
 
     def offload(self):
         self.events.append("offload")
+
+
+class Pieces:
+    """A staging that cuts every matrix into pieces of some rows, as a ring with small slots does."""
+
+    num_bytes, seconds_waited = 0, 0.0
+
+    def __init__(self, rows):
+        self._rows = rows
+        self.tensors = {}
+
+    def batches(self, plan):
+        for task in plan.tasks:
+            self.tensors[task.meta.name] = out = torch.empty(task.meta.shape, dtype=task.meta.dtype)
+            step = self._rows if out.dim() > 1 else out.numel()
+            size = out[0].numel()
+            for begin in range(0, out.shape[0], step):
+                part = out[begin : begin + step]
+                yield Batch([Part(task, begin * size, begin * size + part.numel(), part)], announce=lambda: None)
+
+
+def in_pieces(model, rows):
+    """What a model's stream puts into such a staging."""
+    pieces = Pieces(rows)
+    for _ in lora_stream.MergedWeights(model).stream_into(pieces):
+        pass
+    return pieces.tensors

@@ -11,6 +11,7 @@ from transformers import AutoConfig
 import lora_stream
 from tests import oracle
 from tests.architectures import ARCHITECTURES, build, qwen3_moe
+from tests.doubles import Recorder, in_pieces
 from tests.models import assert_equal, assert_matches, llama, with_lora
 
 TOKENS = torch.arange(3, 14).unsqueeze(0)
@@ -107,6 +108,28 @@ def test_experts_of_a_layer_travel_together_in_the_trained_scope():
     assert not [name for name in names if "self_attn" in name]
 
 
+def test_a_conversion_that_turns_matrices_is_followed(monkeypatch):
+    """As some models' experts are published; merged straight into the form of the checkpoint, in pieces too."""
+    import transformers.core_model_loading as loading
+
+    revert = loading.revert_weight_conversion
+
+    def turns(model, state):
+        written = revert(model, state)
+        return {name: t.transpose(-1, -2).contiguous() if ".experts." in name else t for name, t in written.items()}
+
+    for name in ("llama4", "mixtral"):
+        model = adapted(name)
+        want = oracle.expected(model)
+        want = {each: t.transpose(-1, -2) if ".experts." in each else t for each, t in want.items()}
+        with monkeypatch.context() as patch:
+            patch.setattr(loading, "revert_weight_conversion", turns)
+            fresh = adapted(name)
+            fresh.load_state_dict(model.state_dict())
+            assert_matches(dict(lora_stream.stream(fresh)), want)
+            assert_matches(in_pieces(fresh, 3), want)
+
+
 def test_a_conversion_that_joins_tensors_is_refused_by_name(monkeypatch):
     import transformers.core_model_loading as loading
 
@@ -164,8 +187,6 @@ def test_engines_with_ideas_of_their_own_get_the_names_that_they_want():
 
 
 def test_a_failed_sync_with_other_names_puts_the_stacked_siblings_back_as_well():
-    from tests.doubles import Recorder
-
     model, engine = with_lora(llama(), target_modules=["q_proj"]), Recorder()
     lora_stream.sync(model, engine, rename=str.upper)
     held = {name: tensor.clone() for name, tensor in engine.weights.items()}
@@ -214,8 +235,6 @@ def test_weights_that_only_float16_is_too_narrow_for_stay_beside_that():
 
 
 def test_the_report_accounts_for_every_tensor():
-    from tests.doubles import Recorder
-
     model = adapted("mixtral")
     report = lora_stream.sync(model, Recorder())
     assert report.account == lora_stream.MergedWeights(model).plan.account

@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 import lora_stream
 from tests import oracle
+from tests.doubles import Recorder, in_pieces
 from tests.kinds import KINDS, TOKENS, Convolutions, two_active
 from tests.models import SIZES, assert_matches, assert_same_state, fill, llama, state, with_lora
 
@@ -100,29 +101,6 @@ def test_pieces_of_any_size_of_a_dora_are_those_of_the_whole():
             assert all(torch.equal(got[name], want[name]) for name in want)
 
 
-def in_pieces(model, rows):
-    """Through a staging that cuts every matrix into pieces of some rows."""
-    from lora_stream.filling import Batch, Part
-
-    class Cut:
-        num_bytes, seconds_waited = 0, 0.0
-
-        def batches(self, plan):
-            for task in plan.tasks:
-                out = torch.empty(task.meta.shape, dtype=task.meta.dtype)
-                pieces[task.meta.name] = out
-                step = rows if out.dim() > 1 else out.numel()
-                size = out[0].numel()
-                for begin in range(0, out.shape[0], step):
-                    part = out[begin : begin + step]
-                    yield Batch([Part(task, begin * size, begin * size + part.numel(), part)], announce=lambda: None)
-
-    pieces = {}
-    for _ in lora_stream.MergedWeights(model).stream_into(Cut()):
-        pass
-    return pieces
-
-
 def test_statistics_of_a_dora_are_of_all_that_it_changes():
     model = built("dora on linear")
     stream = lora_stream.stream(model)
@@ -157,8 +135,6 @@ def peft_config(**config):
 
 
 def test_an_engine_that_holds_the_base_gets_the_whole_weight_of_a_changed_base():
-    from tests.doubles import Recorder
-
     base = llama()
     engine = Recorder()
     engine.weights = {name: p.detach().bfloat16() for name, p in base.state_dict().items()}
@@ -223,8 +199,6 @@ def test_rows_outside_a_tensors_indices_are_the_bases_own():
 
 
 def test_a_failed_sync_puts_replaced_rows_magnitudes_and_biases_back():
-    from tests.doubles import Recorder
-
     for kind in ("trainable tokens", "dora on linear", "lora_bias", "modules_to_save", "convolutions"):
         model, engine = built(kind), Recorder()
         lora_stream.sync(model, engine)
@@ -242,8 +216,6 @@ def test_a_failed_sync_puts_replaced_rows_magnitudes_and_biases_back():
 
 
 def test_rows_that_move_are_no_silence():
-    from tests.doubles import Recorder
-
     model, engine = built("trainable tokens"), Recorder()
     lora_stream.sync(model, engine)
     with torch.no_grad():

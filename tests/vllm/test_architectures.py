@@ -29,7 +29,7 @@ import lora_stream
 from lora_stream.vllm import reload
 from lora_stream.vllm.manifest import check_manifest
 from tests import architectures
-from tests.models import with_lora
+from tests.models import llama, with_lora
 
 pytestmark = pytest.mark.vllm
 
@@ -65,9 +65,10 @@ def store(tmp_path_factory):
         yield tmp_path_factory.mktemp("store") / "store"
 
 
-def in_vllm(directory, store):
+def in_vllm(directory, store, **overrides):
     """vLLM's model of a checkpoint, and its config."""
     arguments = EngineArgs(model=str(directory), dtype="bfloat16", skip_tokenizer_init=True, enforce_eager=True)
+    arguments.hf_overrides = overrides
     arguments.max_model_len, arguments.max_num_seqs = 64, 2
     config = arguments.create_engine_config()
     with set_current_vllm_config(config):
@@ -167,6 +168,24 @@ def test_a_reload_of_a_vision_model_makes_what_vllm_makes_of_the_merged_checkpoi
         env={**os.environ, "PYTHONPATH": path},
     )
     assert "SAME" in run.stdout, run.stderr[-3000:]
+
+
+def test_an_untied_engine_holds_a_head_and_an_embedding_that_adapters_have_parted(tmp_path, store):
+    """Case B22: what the trainer computes with, where a tied engine could not hold it."""
+    base = llama(tied=True, dtype=torch.bfloat16, **{k: v for k, v in SIZES.items() if k != "head_dim"})
+    base.save_pretrained(tmp_path / "base")
+    model, config = in_vllm(tmp_path / "base", store, tie_word_embeddings=False)
+    trainer = with_lora(base, target_modules=["lm_head", "q_proj"])
+    weights = lora_stream.MergedWeights(trainer, untie=True)
+    load(model, config, weights)
+    shutil.copytree(tmp_path / "base", tmp_path / "merged")
+    save_file(dict(weights), tmp_path / "merged" / "model.safetensors", metadata={"format": "pt"})
+    got, want = weights_of(model), weights_of(in_vllm(tmp_path / "merged", store, tie_word_embeddings=False)[0])
+    assert [fqn for fqn in want if not torch.equal(got[fqn], want[fqn])] == []
+    assert not torch.equal(got["lm_head.weight"], got["model.embed_tokens.weight"])
+    tied, config = in_vllm(tmp_path / "base", store)
+    with pytest.raises(ValueError, match=r"lm_head\.weight: is tied to.*tie_word_embeddings"):
+        check_manifest(tied, config, weights.metadata())
 
 
 def test_an_expert_less_is_refused_by_name(tmp_path, store):
