@@ -591,11 +591,9 @@ class _Versions:
     """Notices that a pass would mix two states of the weights: an optimizer step bumps `_version`."""
 
     def __init__(self, plan: Plan) -> None:
-        self._seen: list[tuple[str, torch.Tensor, int]] = []
-        for task in plan.tasks:
-            tensors = map(fsdp1.stepped, task.tensors())
-            # Tensors made in inference mode count no versions.
-            self._seen += [(task.fqn, tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+        # Each once: all experts of a layer share their tensors. Those made in inference mode count no versions.
+        owners = {id(each): (task.fqn, each) for task in plan.tasks for each in map(fsdp1.stepped, task.tensors())}
+        self._seen = [(fqn, each, each._version) for fqn, each in owners.values() if not each.is_inference()]
 
     def check(self) -> None:
         for fqn, tensor, version in self._seen:

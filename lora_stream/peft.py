@@ -8,6 +8,7 @@ have another formula, so `isinstance` would merge them wrongly without a word.
 """
 
 import dataclasses
+import logging
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,8 @@ from torch import nn
 
 from lora_stream import fsdp1, names, shards
 from lora_stream.plan import Adapter, ModelRecords, Record, Rows, listed
+
+logger = logging.getLogger("lora_stream")
 
 
 def read_model(model: nn.Module, *, adapter_name: str | None = None, untie: bool = False) -> ModelRecords:
@@ -41,8 +44,15 @@ def read_model(model: nn.Module, *, adapter_name: str | None = None, untie: bool
     if adapter_name is not None and adapter_name not in reader.adapter_names:
         raise ValueError(f"adapter_name={adapter_name!r}: the model's adapters are {sorted(reader.adapter_names)}")
     base_model = reader.base_model if reader.base_model is not None else names.unwrap(model)
+    ties = names.declared_ties(base_model)
     if not untie:
-        _drop_tied(out, names.declared_ties(base_model))
+        _drop_tied(out, ties)
+    elif ties:
+        logger.info(
+            "%s and what it is tied to are sent both: the engine must not tie them (vLLM: "
+            'hf_overrides={"tie_word_embeddings": False})',
+            next(iter(ties)),
+        )
     out.records = [replace(each, float32_among=names.float32_among(base_model, each.name)) for each in out.records]
     converted = names.checkpoint_records(base_model, out.records)
     written: dict[str, list[str]] = {}

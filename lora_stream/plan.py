@@ -376,7 +376,8 @@ def _check_rows(record: Record, rows: Rows, planning_only: bool) -> None:
 
 
 def _matrix_shape(shape: torch.Size) -> tuple[int, int]:
-    return tuple(as_matrix(torch.empty(shape, device="meta")).shape)
+    """Of a weight as_matrix."""
+    return shape[0], torch.Size(shape[1:]).numel()
 
 
 def fused_unit(name: str, fused_modules: Sequence[Sequence[str]] | None) -> str:

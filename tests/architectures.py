@@ -3,14 +3,10 @@
 import torch
 import transformers
 
+from tests.models import SIZES
+
 TEXT = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 61,
-    "max_position_embeddings": 64,
+    **SIZES,
     "head_dim": 8,
     "pad_token_id": 0,
     "bos_token_id": 1,

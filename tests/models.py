@@ -4,8 +4,6 @@ where a test passes even if nothing is merged."""
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
@@ -36,15 +34,6 @@ def qwen2(*, tied: bool = False, dtype: torch.dtype = torch.float32, **sizes) ->
             if name.endswith("bias"):
                 parameter.normal_(std=0.1)
     return model
-
-
-def gemma3_with_vision() -> Gemma3ForConditionalGeneration:
-    """transformers keeps it under other names than its checkpoints have."""
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
-    text = {**sizes, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 61}
-    vision = {**sizes, "image_size": 28, "patch_size": 14}
-    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
-    return Gemma3ForConditionalGeneration(config).eval()
 
 
 def fill(model: torch.nn.Module, std: float = 0.2) -> None:

@@ -19,8 +19,9 @@ from lora_stream.filling import Batch, Part
 from lora_stream.merged_weights import MergedWeights, Stream
 from lora_stream.merging import Traffic
 from lora_stream.plan import Adapter, ModelRecords, Record, build_plan
+from tests.architectures import build
 from tests.dist import sharded
-from tests.models import MoE, assert_equal, expert_lora, fill, gemma3_with_vision, llama, with_lora
+from tests.models import MoE, assert_equal, expert_lora, fill, llama, with_lora
 
 pytestmark = pytest.mark.dist
 
@@ -193,7 +194,7 @@ def test_embedding_conv1d_and_a_head_in_the_root_whose_rows_do_not_line_up_with_
 def name_a_sharded_root(rank):
     def make():
         torch.manual_seed(8)
-        return with_lora(gemma3_with_vision(), target_modules=r".*language_model.*q_proj")
+        return with_lora(build("gemma3"), target_modules=r".*language_model.*q_proj")
 
     want = dict(lora_stream.stream(make()))
     model = make()  # of another model the conversion was not asked before

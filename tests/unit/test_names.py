@@ -7,7 +7,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import lora_stream
 from tests.architectures import ARCHITECTURES, build
 from tests.kinds import KINDS
-from tests.models import assert_equal, gemma3_with_vision, llama, with_lora
+from tests.models import assert_equal, llama, with_lora
 
 
 def compiled(model):
@@ -50,7 +50,7 @@ def test_wrapped_model_streams_the_names_and_bits_of_the_plain_one(wrap, scope):
 def test_renaming_conversions_of_transformers_are_applied():
     from transformers.core_model_loading import revert_weight_conversion
 
-    base = gemma3_with_vision()
+    base = build("gemma3")
     written = set(revert_weight_conversion(base, base.state_dict())) - {
         "lm_head.weight",
         "language_model.lm_head.weight",

@@ -57,7 +57,7 @@ def test_the_embedding_does_not_change_where_only_the_head_is_adapted():
     assert not torch.equal(got["lm_head.weight"], base)
 
 
-def test_untied_engines_get_both_also_where_the_tie_holds():
+def test_untied_engines_get_both_also_where_the_tie_holds(caplog):
     """Edge case 35: one of the two names, the embedding's; both for an engine that has two."""
     model = with_lora(llama(tied=True))
     assert "lm_head.weight" not in streamed(model)
@@ -69,7 +69,9 @@ def test_untied_engines_get_both_also_where_the_tie_holds():
     assert torch.equal(got["lm_head.weight"], got["model.embed_tokens.weight"])
     assert got["lm_head.weight"].data_ptr() != got["model.embed_tokens.weight"].data_ptr()
     engine = Recorder()
-    lora_stream.sync(model, engine, untie=True)
+    with caplog.at_level("INFO", "lora_stream"):
+        lora_stream.sync(model, engine, untie=True)
+    assert 'hf_overrides={"tie_word_embeddings": False}' in caplog.text
     assert "lm_head.weight" in engine.weights
 
 
