@@ -195,8 +195,8 @@ class _Reader:
         self.walk(module.model, _join(fqn, "model"), name)
 
     def _check_configs(self, configs: object, fqn: str) -> None:
-        """Raise ValueError for what is no LoRA, or a chosen one of a kind that this does not know."""
-        if not isinstance(configs, dict):
+        """Raise ValueError for a method that is not LoRA. A model may have something else of this name."""
+        if "peft" not in sys.modules or not isinstance(configs, dict):
             return
         from peft import PeftConfig, PeftType
 
