@@ -1,4 +1,5 @@
-"""Wrappers that put a segment into parameter names, and the names that a checkpoint does not repeat.
+"""What checkpoints make of a model's tensors: their names without wrappers, ties that are held once, tensors that are split or
+turned, and what stays in float32.
 
 Prefixes are removed by looking at module types while walking, never by searching in strings: a model may have a module
 of its own called `module` or `base_layer`.
