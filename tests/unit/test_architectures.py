@@ -151,17 +151,32 @@ def test_a_conversion_that_reorders_elements_or_forgets_a_tensor_is_refused_by_n
     def forgets(model, state):
         return {name: tensor for name, tensor in state.items() if "norm" not in name}
 
+    def halves(model, state):
+        return {name: tensor[: len(tensor) // 2] for name, tensor in state.items()}
+
     def fails(model, state):
         raise KeyError("no such layer")
 
     for convert, message in (
         (reorders, r"cannot be told|another order"),
         (forgets, r"norm.weight: checkpoints of LlamaForCausalLM do not hold it"),
+        (halves, r"embed_tokens\.weight: a checkpoint would hold only 960 of its 1952 elements"),
         (fails, r"checkpoint names of LlamaForCausalLM cannot be told.*no such layer"),
     ):
         monkeypatch.setattr(loading, "revert_weight_conversion", convert)
         with pytest.raises(ValueError, match=message):
             lora_stream.stream(with_lora(llama()))
+
+
+def test_sides_of_one_element_are_told_apart():
+    """Depthwise convolutions have them: [channels, 1, kernel]."""
+    model = llama()
+    for i, shape in enumerate([(5, 1, 3), (1, 1, 4), (3, 1), (1, 3), (1,), (2, 1, 1, 2)]):
+        model.model.register_parameter(f"odd_{i}", torch.nn.Parameter(torch.randn(shape)))
+    got = dict(lora_stream.stream(with_lora(model)))
+    assert all(
+        torch.equal(got[f"model.odd_{i}"], getattr(model.model, f"odd_{i}").detach().bfloat16()) for i in range(6)
+    )
 
 
 def test_the_conversion_is_asked_once_for_a_model(monkeypatch):

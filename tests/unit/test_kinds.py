@@ -71,6 +71,7 @@ def test_every_tensor_has_one_fate_and_the_targets_are_merged(kind):
     }
     merged = set(plan.names("merged"))
     assert merged
+    assert set(lora_stream.MergedWeights(model, scope="trained").plan.names("merged")) == merged
     assert {plan.account[name][1] for name in live if plan.account[name][0] == "consumed"} <= merged | {
         "lm_head.weight"  # of a tied pair
     }
