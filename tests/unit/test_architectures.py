@@ -238,13 +238,16 @@ def test_what_the_checkpoint_keeps_in_float32_stays_so_and_the_rest_does_not(dty
 
 
 def test_weights_that_only_float16_is_too_narrow_for_stay_beside_that():
-    model = with_lora(build("gpt_oss"), target_modules=["q_proj"])
+    base = build("gpt_oss")
+    base.model.register_parameter("abnormal", torch.nn.Parameter(torch.randn(3)))  # "norm" is declared, as a whole name
+    model = with_lora(base, target_modules=["q_proj"])
     kept = {
         meta.name
         for meta in lora_stream.MergedWeights(model, wire_dtype=torch.float16).metadata()
         if meta.dtype == torch.float32
     }
     assert "model.norm.weight" in kept
+    assert "model.abnormal" not in kept
     assert not any("proj" in name for name in kept)
     assert {meta.dtype for meta in lora_stream.MergedWeights(model).metadata()} == {torch.bfloat16}
 
