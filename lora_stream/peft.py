@@ -363,8 +363,6 @@ class _Reader:
                     f"{fqn}: adapter {adapter.name!r} has a bias on lora_B (lora_bias=True), but the layer has none to add it "
                     "to, nor has the engine's; train without lora_bias"
                 )
-            if adapter.magnitude is not None:
-                raise ValueError(f"{fqn}: adapter {adapter.name!r} has a bias on lora_B and a magnitude, not supported")
             shards.check_supported(f"{fqn}.lora_B.{adapter.name}.bias", bias)
             one = torch.ones(1, 1, device="meta" if bias.is_meta else base.device)
             biases.append(Adapter(name=adapter.name, lora_A=one, lora_B=bias, scaling=adapter.scaling))
