@@ -9,7 +9,7 @@
 Around it the caller pauses the engine, resets its caches and resumes it, as `lora_stream.sync` does by itself.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -33,6 +33,9 @@ class LoraStreamSource(WeightSource):
         wire_dtype: torch.dtype | None = torch.bfloat16,
         scope: Scope = "all",
         adapter_name: str | None = None,
+        untie: bool = False,
+        rename: Callable[[str], str] | None = None,
+        check_finite: bool = True,
         fused_modules: Sequence[Sequence[str]] = FUSED_MODULES,
         gather: Gather = "all",
         is_sender: bool | None = None,
@@ -44,6 +47,9 @@ class LoraStreamSource(WeightSource):
             wire_dtype=wire_dtype,
             scope=scope,
             adapter_name=adapter_name,
+            untie=untie,
+            rename=rename,
+            check_finite=check_finite,
             fused_modules=fused_modules,
             gather=gather,
             is_sender=is_sender,

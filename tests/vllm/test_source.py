@@ -124,3 +124,17 @@ def test_an_explicit_version_wins_over_the_clients():
     client.finish_weight_update()
     client.finish_weight_update("4")
     assert seen == ["3", "4"]
+
+
+def test_a_source_of_an_untied_engine_with_names_of_its_own():
+    model = with_lora(llama(tied=True), target_modules=["lm_head"])
+    with pytest.raises(ValueError, match=r"lm_head.*tied"):
+        LoraStreamSource(model)
+    source = LoraStreamSource(model, untie=True, rename=lambda name: f"policy.{name}")
+    assert [name for name, _ in source] == [meta.name for meta in source.metadata()]
+    assert {"policy.lm_head.weight", "policy.model.embed_tokens.weight"} <= {meta.name for meta in source.metadata()}
+    with torch.no_grad():
+        model.get_base_model().lm_head.lora_B["default"].weight[0, 0] = float("nan")
+    with pytest.raises(ValueError, match="not finite"):
+        dict(source)
+    assert dict(LoraStreamSource(model, untie=True, check_finite=False))["lm_head.weight"].isnan().any()
