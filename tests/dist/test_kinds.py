@@ -1,6 +1,7 @@
 """Every kind of LoRA, and experts that checkpoints split, on models sharded over ranks: the bits of the unsharded model."""
 
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import lora_stream
-from lora_stream import shards
+from lora_stream import gathering, shards
 from tests.architectures import ARCHITECTURES, build
 from tests.dist import sharded
 from tests.kinds import KINDS
@@ -157,13 +158,70 @@ def stream_cut_twice(rank):
             module, _, own = name.rpartition(".")
             placed = distribute_tensor(parameter.detach(), mesh, [Shard(0), Shard(1)])
             setattr(model.get_submodule(module), own, torch.nn.Parameter(placed, requires_grad=False))
-    gathered = []
+    gathered, alive, stacks = [], [], []
+    gather = shards.gather_whole
+
+    def gather_whole(tensor):
+        whole = gather(tensor)
+        alive.append(sum(stack() is not None for stack in stacks))
+        gathered.append(id(tensor))
+        stacks.append(weakref.ref(whole))
+        return whole
+
     with pytest.MonkeyPatch.context() as patch:
-        gather = shards.gather_whole
-        patch.setattr(shards, "gather_whole", lambda tensor: gathered.append(id(tensor)) or gather(tensor))
+        patch.setattr(shards, "gather_whole", gather_whole)
         assert_equal(dict(lora_stream.stream(model, bucket_bytes=4096)), want)
+    return len(gathered), len(set(gathered)), max(alive)
+
+
+def test_a_stack_that_is_cut_twice_is_gathered_once_for_all_its_experts_and_then_dropped(pool):
+    """One may still be there when the next comes in the same bucket."""
+    for count, distinct, alive in pool.run(4, stream_cut_twice):
+        assert count == distinct == 4
+        assert alive <= 1
+
+
+def count_adapter_gathers(rank):
+    gathered = []
+    gather = gathering.Gathering._gather_tensors
+
+    def gather_tensors(self, cut, *args):
+        gathered.extend(id(tensor) for tensor, _ in cut)
+        return gather(self, cut, *args)
+
+    model = adapted("mixtral")
+    root_only(model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gathering.Gathering, "_gather_tensors", gather_tensors)
+        dict(lora_stream.stream(model, bucket_bytes=2048))
     return len(gathered), len(set(gathered))
 
 
-def test_a_stack_that_is_cut_twice_is_gathered_once_for_all_its_experts(pool):
-    assert pool.run(4, stream_cut_twice) == [(4, 4)] * 4
+def test_the_adapter_of_a_stack_is_gathered_once_for_all_its_experts(pool):
+    for count, distinct in pool.run(2, count_adapter_gathers):
+        assert count == distinct >= 2 * 2 * 2  # A and B, of two stacks, in two layers
+
+
+def stream_split_columns(rank):
+    """A conversion that splits a matrix, whose rows and lora_B are cut alike."""
+    import transformers.core_model_loading as loading
+
+    def splits(model, state):
+        out = {}
+        for name, tensor in state.items():
+            parts = tensor.chunk(2, dim=1) if "down_proj" in name else [tensor]
+            out |= {f"{name}.{i}" if len(parts) > 1 else name: part.contiguous() for i, part in enumerate(parts)}
+        return out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "revert_weight_conversion", splits)
+        want = dict(lora_stream.stream(make("linear")))
+        assert "model.layers.0.mlp.down_proj.weight.1" in want
+        for layout in (root_only, by_columns):
+            model = make("linear")
+            layout(model)
+            assert_equal(dict(lora_stream.stream(model)), want)
+
+
+def test_matrices_that_a_checkpoint_splits_by_columns_are_merged_in_their_parts(pool):
+    pool.run(2, stream_split_columns)
