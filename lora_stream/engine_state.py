@@ -37,8 +37,8 @@ class Policy:
                 policy.adapters[task.fqn] = tuple(adapter.map(_copied) for adapter in task.adapters)
             if task.rows:
                 policy.rows[task.fqn] = tuple(replace(rows, values=_copied(rows.values)) for rows in task.rows)
-            if task.trained and task.fate == "copied" and with_adapters:
-                policy.copies[task.fqn] = task.base.detach().to(task.meta.dtype, copy=True)
+            if with_adapters and _base_moves(task):
+                policy.copies[task.fqn] = _sent_base(task).clone()
         return policy
 
     def fqns(self) -> set[str]:
@@ -109,9 +109,9 @@ class EngineState:
         for fqn, task in by_fqn(plan).items():
             if task.rows and not _same_rows(self.policy.rows.get(fqn, ()), task.rows):
                 return True
-            if task.trained and task.fate == "copied":
+            if _base_moves(task):
                 old_copy = self.policy.copies.get(fqn)
-                if old_copy is None or not shards.same_values(old_copy, task.base.detach().to(task.meta.dtype)):
+                if old_copy is None or not shards.same_values(old_copy, _sent_base(task)):
                     return True
         return False
 
@@ -125,11 +125,26 @@ class EngineState:
         policy = self.policy
         if not policy.is_known:
             return None
-        if task.fqn in policy.copies:
-            return replace(task, base=policy.copies[task.fqn], adapters=(), rows=())
-        if task.trained and task.fate == "copied":
+        if task.trained and task.fqn not in policy.fqns():
             return None  # never sent before: only the engine's own checkpoint has it
-        return replace(task, adapters=policy.adapters.get(task.fqn, ()), rows=policy.rows.get(task.fqn, ()))
+        return replace(
+            task,
+            base=policy.copies.get(task.fqn, task.base),
+            adapters=policy.adapters.get(task.fqn, ()),
+            rows=policy.rows.get(task.fqn, ()),
+        )
+
+
+def _base_moves(task: Task) -> bool:
+    """Whether the base itself is part of the policy: it goes as it is, or trains under its adapter. A base that an adapter's
+    initialisation has changed does not move any more."""
+    return task.trained and (task.fate == "copied" or task.base.requires_grad)
+
+
+def _sent_base(task: Task) -> torch.Tensor:
+    """In the wire dtype; under an adapter as it is, to be merged again."""
+    base = task.base.detach()
+    return base.to(task.meta.dtype) if task.fate == "copied" else base
 
 
 def _same(one: Sequence[Adapter], other: Sequence[Adapter]) -> bool:

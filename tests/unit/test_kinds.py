@@ -10,8 +10,8 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 import lora_stream
 from tests import oracle
 from tests.doubles import Recorder, in_pieces
-from tests.kinds import KINDS, TOKENS, Convolutions, two_active
-from tests.models import SIZES, assert_matches, assert_same_state, fill, llama, state, with_lora
+from tests.kinds import KINDS, TOKENS, Convolutions, trained, two_active
+from tests.models import SIZES, assert_matches, assert_same_state, fill, llama, qwen2, state, with_lora
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings"),
@@ -214,6 +214,29 @@ def test_a_failed_sync_puts_replaced_rows_magnitudes_and_biases_back():
         assert all(torch.equal(engine.weights[name], held[name]) for name in held)
         lora_stream.sync(model, engine)
         assert_matches(engine.weights, oracle.expected(model))
+
+
+def test_a_base_that_trains_under_its_adapter_is_put_back_too():
+    """Both parts of a bias train."""
+    model, engine = trained(qwen2(), target_modules=["q_proj"], lora_bias=True, bias="lora_only"), Recorder()
+    lora_stream.sync(model, engine)
+    held = {name: tensor.clone() for name, tensor in engine.weights.items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(1)
+    engine.fail_at = 4
+    with pytest.raises(lora_stream.SyncError, match="put back on its old weights"):
+        lora_stream.sync(model, engine)
+    assert all(torch.equal(engine.weights[name], held[name]) for name in held)
+
+
+def test_the_original_of_a_base_that_an_initialisation_changed_is_not_claimed_to_be_put_back():
+    """The engine held it, the trainer does not: what is left of the base is another weight."""
+    model, engine = with_lora(llama(), init_lora_weights="pissa"), Recorder()
+    engine.fail_at = 2
+    with pytest.raises(lora_stream.SyncError, match="may hold a mixture"):
+        lora_stream.sync(model, engine, base_loaded=True)
 
 
 def test_rows_that_move_are_no_silence():
