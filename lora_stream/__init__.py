@@ -48,8 +48,10 @@ __all__ = [
 
 def __getattr__(name: str):
     # Names are looked up at their first use, so that importing the package does no work.
-    if name not in _HOMES:
-        raise AttributeError(f"module 'lora_stream' has no attribute {name!r}")
     from importlib import import_module
 
+    if name == "checkpoint":
+        return import_module("lora_stream.checkpoint")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'lora_stream' has no attribute {name!r}")
     return getattr(import_module(f"lora_stream.{_HOMES[name]}"), name)

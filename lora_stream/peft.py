@@ -64,6 +64,89 @@ def read_model(model: nn.Module, *, adapter_name: str | None = None, untie: bool
     return out
 
 
+@dataclass(frozen=True, kw_only=True)
+class LiveAdapter:
+    """A LoRA adapter as a model has it now."""
+
+    name: str
+    config: object  # peft.LoraConfig
+    layers: dict[str, tuple[int, float]]  # path in the model without PEFT and wrappers: rank and scaling
+
+
+def live_adapter(model: nn.Module, adapter_name: str | None = None) -> LiveAdapter | None:
+    """adapter_name: which one; None: the active one if there is just one, else the one that is called default, else the first.
+
+    None for a model without adapters. Raises ValueError for an adapter that it does not have, or that is no LoRA.
+    """
+    if "peft" not in sys.modules:
+        return None
+    from peft import PeftConfig, PeftType
+
+    configs: dict[str, PeftConfig] = {}
+    active: list[str] = []
+    for module in model.modules():
+        found = getattr(module, "peft_config", None)
+        if isinstance(found, dict) and any(isinstance(each, PeftConfig) for each in found.values()):
+            configs = found
+            break
+    layers = list(lora_layers(model))
+    for _, layer in layers:
+        active += [name for name in layer.active_adapters if name not in active]
+    if not configs:
+        return None
+    if adapter_name is None:
+        active = [name for name in active if name in configs]
+        adapter_name = active[0] if len(active) == 1 else "default" if "default" in configs else next(iter(configs))
+    if adapter_name not in configs:
+        raise ValueError(f"adapter_name={adapter_name!r}: the model's adapters are {sorted(configs)}")
+    config = configs[adapter_name]
+    if config.peft_type != PeftType.LORA:
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        raise ValueError(f"adapter {adapter_name!r} is of type {kind}; only LORA is supported")
+    found_layers = {
+        path: (int(layer.r[adapter_name]), float(layer.scaling[adapter_name]))
+        for path, layer in layers
+        if adapter_name in layer.scaling
+    }
+    return LiveAdapter(name=adapter_name, config=config, layers=found_layers)
+
+
+def base_model_of(model: nn.Module) -> nn.Module:
+    """The model under PEFT and wrappers."""
+    model = names.unwrap(model)
+    if "peft" in sys.modules:
+        from peft import PeftModel
+        from peft.tuners.tuners_utils import BaseTuner
+
+        if isinstance(model, PeftModel):
+            return base_model_of(model.base_model)
+        if isinstance(model, BaseTuner):
+            return base_model_of(model.model)
+    return model
+
+
+def lora_layers(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """PEFT's LoRA layers under `module`, with the paths of what they are on."""
+    from peft import PeftModel
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.tuners_utils import BaseTuner
+
+    if (attribute := names.wrapped_attribute(module)) is not None:
+        yield from lora_layers(getattr(module, attribute), path)
+    elif isinstance(module, PeftModel):
+        yield from lora_layers(module.base_model, path)
+    elif isinstance(module, BaseTuner):
+        yield from lora_layers(module.model, path)
+    elif isinstance(module, LoraLayer):
+        parameter = getattr(module, "parameter_name", None)  # of a ParamWrapper
+        yield (_join(path, parameter) if parameter else path), module
+        yield from lora_layers(module.base_layer, path)
+    else:
+        for name, child in module._modules.items():
+            if child is not None:
+                yield from lora_layers(child, _join(path, name))
+
+
 def _join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
@@ -211,24 +294,10 @@ class _Reader:
                     "only LORA is supported"
                 )
 
-    def _check_config(self, adapter: str, fqn: str) -> None:
-        """Of a chosen adapter: newer PEFT may ask for other formulas by fields that this does not know."""
-        config = self.configs.get(adapter)
-        for each in () if config is None else dataclasses.fields(config):
-            is_variant = each.metadata.get("is_lora_variant") or each.metadata.get("lora_variants")
-            if is_variant and each.name not in _KNOWN_VARIANT_FIELDS and getattr(config, each.name):
-                raise ValueError(
-                    f"{fqn}: adapter {adapter!r} has {each.name}={getattr(config, each.name)!r}, which gives its weights "
-                    "another formula than LoRA's; merge it with PEFT if that can, or serve the adapter itself"
-                )
-
     def _changes_base(self, adapter: str) -> bool:
         """Whether the weight under the adapter is another than in the base checkpoint."""
-        if adapter not in self.configs:
-            return True  # nobody can tell
-        init = getattr(self.configs[adapter], "init_lora_weights", True)
-        is_kasa = getattr(self.configs[adapter], "kasa_config", None) is not None
-        return is_kasa or (isinstance(init, str) and init.lower() not in _INITS_BESIDE_THE_BASE)
+        # Where there is no config nobody can tell.
+        return adapter not in self.configs or changes_base(self.configs[adapter])
 
     def _read_own_tensors(
         self,
@@ -364,7 +433,7 @@ class _Reader:
                     "to, nor has the engine's; train without lora_bias"
                 )
             shards.check_supported(f"{fqn}.lora_B.{adapter.name}.bias", bias)
-            one = torch.ones(1, 1, device="meta" if bias.is_meta else base.device)
+            one = torch.ones(1, 1, device=bias.device)
             biases.append(Adapter(name=adapter.name, lora_A=one, lora_B=bias, scaling=adapter.scaling))
             self.consumed |= dict.fromkeys(
                 (each for each in self._part_fqns(layer.lora_B, "lora_B", adapter.name, fqn) if each.endswith(".bias")),
@@ -513,8 +582,28 @@ class _Reader:
                 f"{fqn}: adapter {adapter!r} is a {type(variant).__name__}, a kind of LoRA whose merged weight has another "
                 "formula, or none; merge it with PEFT if that can, or serve the adapter itself"
             )
-        self._check_config(adapter, fqn)
+        if adapter in self.configs:
+            check_formula(self.configs[adapter], f"{fqn}: adapter {adapter!r}")
         return type(variant) in [kinds[name] for name in _DORA_VARIANTS]
+
+
+def check_formula(config: object, what: str) -> None:
+    """Raise ValueError where a LoraConfig asks for another formula than LoRA's or DoRA's: newer PEFT may do so by fields that
+    this does not know."""
+    for each in dataclasses.fields(config):
+        is_variant = each.metadata.get("is_lora_variant") or each.metadata.get("lora_variants")
+        if is_variant and each.name not in _KNOWN_VARIANT_FIELDS and getattr(config, each.name):
+            raise ValueError(
+                f"{what} has {each.name}={getattr(config, each.name)!r}, which gives its weights another formula than "
+                "LoRA's; merge it with PEFT if that can, or serve the adapter itself"
+            )
+
+
+def changes_base(config: object) -> bool:
+    """Whether an adapter's initialisation takes something out of the weights under it."""
+    init = getattr(config, "init_lora_weights", True)
+    is_kasa = getattr(config, "kasa_config", None) is not None
+    return is_kasa or (isinstance(init, str) and init.lower() not in _INITS_BESIDE_THE_BASE)
 
 
 def _way_out(kind: type[nn.Module], base: nn.Module | None = None) -> str:

@@ -162,6 +162,20 @@ class Task:
         factors = adapter.factors(lora_A, lora_B)
         return factors if self.view is None else self.view.of_factors(*factors)
 
+    def with_piece(self, piece: torch.Tensor) -> "Task":
+        """The same where the base is `piece`: what the view takes of it, from somewhere else."""
+        if self.view is None:
+            return replace(self, base=piece)
+        return replace(self, base=piece, view=None, adapters=tuple(map(self._of_piece, self.adapters)))
+
+    def _of_piece(self, adapter: Adapter) -> Adapter:
+        lora_A, lora_B = self.factors(adapter, adapter.lora_A, adapter.lora_B)
+        num_experts = None
+        if lora_A.dim() == 3:  # [experts, r, cols] and [experts, rows, r], as an Adapter has them
+            num_experts = lora_A.shape[0]
+            lora_A, lora_B = lora_A.flatten(0, 1), lora_B.permute(1, 2, 0).flatten(1)
+        return replace(adapter, lora_A=lora_A, lora_B=lora_B, transposed=False, num_experts=num_experts)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:

@@ -7,6 +7,7 @@ Only metadata decides; values are never looked at.
 """
 
 import contextlib
+import hashlib
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -77,12 +78,14 @@ def box_of(tensor: torch.Tensor, view: View | None = None) -> Box | None:
         return None
     mesh = _dtensor(tensor).device_mesh
     dim = placement.dim % tensor.dim()
-    size, num_ranks = tensor.shape[dim], mesh.size(mesh_dim)
-    # As torch.chunk cuts: all parts of one size, then a smaller one, then none.
-    part = -(-size // num_ranks)
-    bounds = tuple(min(i * part, size) for i in range(num_ranks + 1))
-    box = Box(dim, bounds, mesh.get_group(mesh_dim))
+    box = Box(dim, _bounds(tensor.shape[dim], mesh.size(mesh_dim)), mesh.get_group(mesh_dim))
     return box if view is None else _box_of_view(box, view)
+
+
+def _bounds(size: int, num_ranks: int) -> tuple[int, ...]:
+    """As torch.chunk cuts: all parts of one size, then a smaller one, then none."""
+    part = -(-size // num_ranks)
+    return tuple(min(i * part, size) for i in range(num_ranks + 1))
 
 
 def _box_of_view(box: Box, view: View) -> Box:
@@ -151,6 +154,61 @@ def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
             a.shape == b.shape
         )  # nothing more is known of a model without values, which is planned and never streamed
     return a.shape == b.shape and torch.equal(a.to(b.device), b)
+
+
+def know_dtensor() -> None:
+    """Let torch.load know DTensors; its weights_only loader then takes them and no other classes more."""
+    import torch.distributed.tensor  # noqa: F401
+
+
+def check_pieces(pieces: Sequence[torch.Tensor]) -> None:
+    """pieces: what each rank of a run, in their order, has saved of one tensor; read without a process group.
+
+    Raises ValueError where they do not make up the tensor, or are cut in more than one way.
+    """
+    if not _is_dtensor(pieces[0]):
+        return
+    from torch.distributed.tensor import Shard
+
+    dtensor = _dtensor(pieces[0])
+    ranks = dtensor.device_mesh.mesh
+    if ranks.flatten().tolist() != list(range(len(pieces))):
+        raise ValueError(
+            f"is spread over the ranks {ranks.tolist()}, but the shards are of ranks 0 to {len(pieces) - 1}"
+        )
+    cuts = _cuts(pieces[0])
+    if len(cuts) > 1 or any(type(placement) is not Shard for _, placement in cuts):
+        raise ValueError(
+            f"has placements {dtensor.placements}; only one Shard, beside Replicate, can be put together here. Save it with "
+            "torch.distributed.checkpoint, which knows where its parts belong"
+        )
+    for (mesh_dim, placement), bounds in ((cut, _bounds_of(dtensor, cut)) for cut in cuts):
+        for rank, piece in enumerate(pieces):
+            index = int((ranks == rank).nonzero()[0][mesh_dim])
+            expected = list(dtensor.shape)
+            expected[placement.dim] = bounds[index + 1] - bounds[index]
+            if list(local(piece).shape) != expected:
+                raise ValueError(f"rank {rank} holds {tuple(local(piece).shape)} of it, expected {tuple(expected)}")
+
+
+def join_pieces(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The whole tensor, of pieces that have been checked. Raises ValueError where whole copies differ."""
+    cuts = _cuts(pieces[0])
+    if not cuts:
+        whole, *others = map(local, pieces)
+        if not all(torch.equal(whole, other) for other in others):
+            raise ValueError("each rank has all of it, with other values; which one is right cannot be told")
+        return whole
+    ((mesh_dim, placement),) = cuts
+    mesh = _dtensor(pieces[0]).device_mesh
+    size = mesh.size(mesh_dim)
+    ranks = mesh.mesh.movedim(mesh_dim, 0).flatten().view(size, -1)[:, 0]  # of one replica
+    return torch.cat([local(pieces[rank]) for rank in ranks.tolist()], dim=placement.dim)
+
+
+def _bounds_of(dtensor: "DTensor", cut: tuple) -> tuple[int, ...]:
+    mesh_dim, placement = cut
+    return _bounds(dtensor.shape[placement.dim], dtensor.device_mesh.size(mesh_dim))
 
 
 def describe(tensor: torch.Tensor) -> str:
@@ -297,6 +355,38 @@ def ranks_of(model: nn.Module) -> Ranks:
 def all_ranks() -> Ranks:
     """Of the default process group."""
     return Ranks([dist.group.WORLD])
+
+
+def is_first_process() -> bool:
+    """Of the default process group; anybody is without one."""
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+
+def one_writes(write: Callable[[], None], where: str, content: bytes, is_writer: bool | None) -> None:
+    """One rank of the default process group writes `content` to `where`, and the others return after that. Not collective: the
+    writer waits for nobody, and may be the only one to call.
+
+    is_writer: whether this rank is the one; None: the first is. Raises RankError on the others where it fails or stays away.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        if is_writer is not False:
+            write()
+        return
+    store = dist.distributed_c10d._get_default_store()
+    # Of a file that has this content already nobody needs to wait for a second writing.
+    key = f"lora_stream/{where}/{hashlib.sha256(content).hexdigest()}"
+    if is_writer or (is_writer is None and dist.get_rank() == 0):
+        try:
+            write()
+        except BaseException as error:
+            store.set(key, f"{type(error).__name__}: {error}")
+            raise
+        store.set(key, "")
+        return
+    with explained(f"{where}: the rank that writes it did not within the timeout (is_writer= says which does)"):
+        store.wait([key])
+    if failed := store.get(key).decode():
+        raise RankError(f"{where}: the rank that writes it could not: {failed}")
 
 
 @contextlib.contextmanager

@@ -96,16 +96,16 @@ def test_plan_shows_a_refusal_and_fails(directories, tmp_path):
     result = invoke("plan", tmp_path / "alora", "--base", directories / "base")
     assert result.exit_code == 1
     assert "refused" in result.output
-    assert "ALoraLinearVariant" in result.output
+    assert "alora_invocation_tokens=[1]" in result.output
     assert (
-        "ALoraLinearVariant"
+        "alora_invocation_tokens=[1]"
         in json.loads(invoke("plan", tmp_path / "alora", "--base", directories / "base", "--json").output)["refused"]
     )
 
 
 @pytest.mark.parametrize(
     ("missing", "message"),
-    [("config", "has neither config.json nor adapter_config.json"), ("base", "is no local directory")],
+    [("config", "has no config.json"), ("base", "is no local directory")],
 )
 def test_plan_says_which_file_it_misses(directories, tmp_path, missing, message):
     target = tmp_path / "empty"

@@ -1,0 +1,143 @@
+"""The merged checkpoint of a live trainer, sharded or not, straight from the stream: a last export, or for engines that reload
+from the disk.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from lora_stream import shards
+from lora_stream.checkpoint.aside import new_directory
+from lora_stream.checkpoint.configs import live_config_json
+from lora_stream.checkpoint.reports import CheckpointReport
+from lora_stream.checkpoint.writing import Weights, carry_over, list_files, parse_size, write_file
+from lora_stream.merged_weights import MergedWeights, ranks_of, refuse
+from lora_stream.peft import base_model_of
+from lora_stream.plan import MERGE_DTYPES
+
+
+def export(
+    model: nn.Module,
+    directory: str | Path,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    max_shard_size: int | str = "5GB",
+    adapter_name: str | None = None,
+    untie: bool = False,
+    processing_class: object | None = None,
+    base: str | Path | None = None,
+    is_writer: bool | None = None,
+    onload: Callable[..., object] | None = None,
+    offload: Callable[..., object] | None = None,
+    progress: Callable[[int, int], object] | None = None,
+) -> CheckpointReport | None:
+    """Write a model, its adapters merged, as a Hugging Face checkpoint. The model is only read.
+
+    model: a transformers model with PEFT's adapters or without, in whatever wrappers; of a sharded one every rank calls.
+    directory: does not exist or is empty; it is there when all is written, or not at all.
+    dtype, max_shard_size, untie: as of `merge`. adapter_name, onload, offload: as of MergedWeights.
+    processing_class: a tokenizer or processor, or anything else with save_pretrained, to go with it.
+    base: the directory whose tokenizer, processor, code and license go with it; None: the one that the model was loaded from.
+    is_writer: whether this rank writes; None: the first does. progress: called there with the bytes written and all there will be.
+
+    Returns a report where it is written, None elsewhere; of a model that is not sharded the others return at once. Raises
+    ValueError or OSError, of a sharded model on all ranks, and leaves no `directory`.
+    """
+    begin = time.perf_counter()
+    directory = Path(directory)
+    ranks = ranks_of(model)
+    writes = (shards.is_first_process() if ranks.is_alone else ranks.is_first) if is_writer is None else is_writer
+    if ranks.is_alone and not writes:
+        return None
+    if dtype not in MERGE_DTYPES:
+        error = ValueError(f"dtype must be one of {MERGE_DTYPES}, got {dtype}")
+        refuse(ranks, error)
+        raise error
+    weights = MergedWeights(
+        model,
+        wire_dtype=dtype,
+        adapter_name=adapter_name,
+        untie=untie,
+        onload=onload,
+        offload=offload,
+        gather="sender",
+        is_sender=writes,
+    )
+    report = CheckpointReport(out=str(directory), dtype=str(dtype).removeprefix("torch."))
+    with ExitStack() as stack:
+        aside, file = directory, None
+
+        def prepare() -> None:
+            nonlocal aside, file
+            if not writes:
+                return
+            aside = stack.enter_context(new_directory(directory))
+            _write_beside(model, aside, dtype, untie, processing_class, base)
+            file = Weights(
+                aside,
+                weights.metadata(),
+                max_shard_bytes=parse_size(max_shard_size),
+                metadata={},
+                progress=progress,
+            )
+
+        ranks.agree(prepare, "prepare the export")
+        failed: BaseException | None = None
+        with weights.first_pass() as stream:
+            for name, tensor in stream:
+                try:
+                    if file is not None and failed is None:
+                        file.write(name, tensor)
+                except Exception as error:  # the other ranks need this one until the end of the pass
+                    failed = error
+                del tensor
+
+        def finish() -> None:
+            if file is None:
+                return
+            if failed is not None:
+                file.abandon()
+                raise failed
+            file.finish()
+            report.count(stream.stats.rounding.values())
+            report.finish(stream.plan)
+            report.files = list_files(aside)
+            stack.close()  # gives the directory its name
+
+        ranks.agree(finish, "finish the export")
+    report.seconds = time.perf_counter() - begin
+    return report if writes else None
+
+
+def _write_beside(
+    model: nn.Module,
+    directory: Path,
+    dtype: torch.dtype,
+    untie: bool,
+    processing_class: object | None,
+    base: str | Path | None,
+) -> None:
+    """All but the weights."""
+    base_model = base_model_of(model)
+    config = getattr(base_model, "config", None)
+    if not hasattr(config, "to_json_string"):
+        raise ValueError(
+            f"{type(base_model).__name__} has no transformers config, so there is no Hugging Face checkpoint of it"
+        )
+    architecture = shards.class_before_sharding(base_model).__name__
+    content = live_config_json(config, dtype=dtype, architecture=architecture, tied=False if untie else None)
+    write_file(directory / "config.json", content)
+    if processing_class is not None:
+        processing_class.save_pretrained(directory)  # type: ignore[attr-defined]
+    generation = getattr(base_model, "generation_config", None)
+    if generation is not None:
+        generation.save_pretrained(directory)
+    origin = Path(base or getattr(config, "_name_or_path", None) or "")
+    if base is not None and not origin.is_dir():
+        raise ValueError(f"{base}: there is no such directory")
+    if (origin / "config.json").exists():
+        carry_over([origin], directory)

@@ -1,0 +1,76 @@
+"""What was written, for people and for scripts."""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+
+from lora_stream.filling import Rounding
+from lora_stream.plan import Plan
+from lora_stream.report import format_bytes
+
+
+@dataclass(kw_only=True)
+class CheckpointReport:
+    """Of one merge or export. Counts are of checkpoint tensors, bytes of what was written."""
+
+    out: str
+    source: str | None = None  # the checkpoint that was merged; None: a live model
+    kind: str | None = None  # of the source
+    base: str | None = None
+    adapter_name: str | None = None
+    r: int | None = None
+    lora_alpha: float | None = None
+    dtype: str | None = None  # None: no model was written
+    merged: int = 0
+    copied: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+    files: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)  # tensors of the base for which the merged model has no place
+    changed: int = 0  # elements with a delta other than zero
+    unmoved: int = 0  # of those, elements that rounding put back where they were
+
+    @property
+    def share_unmoved(self) -> float:
+        return self.unmoved / self.changed if self.changed else 0.0
+
+    def count(self, roundings: Iterable[Rounding]) -> None:
+        for rounding in roundings:
+            self.changed += rounding.changed
+            self.unmoved += rounding.unmoved
+
+    def finish(self, plan: Plan) -> None:
+        """Raises ValueError where the merge has changed nothing: that is a base under a new name."""
+        self.merged, self.copied = len(plan.names("merged")), len(plan.names("copied"))
+        self.num_bytes = plan.num_bytes
+        replaces = any(task.rows or (task.trained and not task.adapters) for task in plan.tasks)
+        if self.merged == 0 or replaces or self.changed > self.unmoved:
+            return
+        where = self.source or self.out
+        if self.changed == 0:
+            raise ValueError(
+                f"{where}: the adapter changes nothing, all its deltas are zero: it was saved before it was trained, or lora_B "
+                "was lost"
+            )
+        raise ValueError(
+            f"{where}: all of the adapter's deltas are smaller than a step of {self.dtype}, so the merged model would be the "
+            "base; write it in float32 (--dtype float32)"
+        )
+
+    def to_dict(self) -> dict:
+        return {**asdict(self), "share_unmoved": self.share_unmoved}
+
+    def rows(self) -> list[tuple[str, str]]:
+        rows = [("written", self.out)]
+        if self.source is not None:
+            rows += [("from", f"{self.source} ({self.kind})"), ("base", self.base or "in the source")]
+            rows += [("adapter", f"{self.adapter_name}, r={self.r}, lora_alpha={self.lora_alpha:g}")]
+        if self.dtype is not None:
+            rows += [
+                ("merged", f"{self.merged} tensors"),
+                ("copied", f"{self.copied} tensors"),
+                ("weights", f"{format_bytes(self.num_bytes)} in {self.dtype}"),
+                ("lost to rounding", f"{self.share_unmoved:.1%} of the elements with a delta did not move"),
+            ]
+        if self.left_out:
+            rows += [("left out", ", ".join(self.left_out))]
+        return [*rows, ("files", ", ".join(self.files)), ("seconds", f"{self.seconds:.2f}")]
