@@ -592,6 +592,7 @@ def check_formula(config: object, what: str) -> None:
     this does not know."""
     for each in dataclasses.fields(config):
         is_variant = each.metadata.get("is_lora_variant") or each.metadata.get("lora_variants")
+        is_variant = is_variant or each.name == "use_qalora"  # PEFT does not mark it
         if is_variant and each.name not in _KNOWN_VARIANT_FIELDS and getattr(config, each.name):
             raise ValueError(
                 f"{what} has {each.name}={getattr(config, each.name)!r}, which gives its weights another formula than "

@@ -162,6 +162,12 @@ class Task:
         factors = adapter.factors(lora_A, lora_B)
         return factors if self.view is None else self.view.of_factors(*factors)
 
+    @property
+    def is_as_it_lies(self) -> bool:
+        """Whether the base's own bytes are what is handed over."""
+        is_changed = bool(self.adapters or self.rows or self.view) or self.base.dtype != self.meta.dtype
+        return not is_changed and self.base.is_contiguous()
+
     def with_piece(self, piece: torch.Tensor) -> "Task":
         """The same where the base is `piece`: what the view takes of it, from somewhere else."""
         if self.view is None:

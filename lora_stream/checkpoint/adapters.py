@@ -164,10 +164,10 @@ def _of_config(path: Path, given: dict) -> AdapterSpec:
     known = {each.name for each in fields(LoraConfig) if each.init}
     unknown = {key: value for key, value in content.items() if key not in known}
     for key, value in unknown.items():
-        if key in _NEUTRAL or value is None or value is False:
+        if key in _NEUTRAL or not value:
             continue
         # A switch that is on, a config or a list: those are how PEFT asks for other formulas.
-        if value is True or (isinstance(value, dict | list) and value):
+        if value is True or isinstance(value, dict | list):
             raise ValueError(
                 f"{path}: has {key}={value!r}, which PEFT {metadata.version('peft')} does not know and which may change "
                 f"how the adapter is merged (written by PEFT {content.get('peft_version') or 'of unknown version'}); update "

@@ -84,24 +84,30 @@ def export(
                 metadata={},
                 progress=progress,
             )
+            stack.callback(file.abandon)
 
         ranks.agree(prepare, "prepare the export")
+        stream = weights.first_pass()
         failed: BaseException | None = None
-        with weights.first_pass() as stream:
-            for name, tensor in stream:
-                try:
-                    if file is not None and failed is None:
-                        file.write(name, tensor)
-                except Exception as error:  # the other ranks need this one until the end of the pass
-                    failed = error
-                del tensor
+        try:
+            with stream:
+                for name, tensor in stream:
+                    try:
+                        if file is not None and failed is None:
+                            file.write(name, tensor)
+                    except Exception as error:  # the other ranks need this one until the end of the pass
+                        failed = error
+                    del tensor
+        except BaseException as error:
+            if stream.stats.is_lost:
+                raise  # nobody can be told
+            failed = error
 
         def finish() -> None:
+            if failed is not None:
+                raise failed
             if file is None:
                 return
-            if failed is not None:
-                file.abandon()
-                raise failed
             file.finish()
             report.count(stream.stats.rounding.values())
             report.finish(stream.plan)

@@ -138,6 +138,10 @@ class _Job:
         if self.base_directory is not None:
             self._base_tensors = in_directory(self.base_directory, "model")
         self._prefix = ""
+        # Base tensors that lie under another adapter's layers, which the model does not have here.
+        self._under_others = {}
+        if len(source.adapter_names) > 1:
+            self._under_others = {_without_peft(name): name for name in source.names if adapter_of(name) is None}
         self._places: dict[tuple, list[str]] = {}  # (id of a live parameter, view) -> names in a checkpoint
         self._model = self._make(None)
         self._check_source()
@@ -245,7 +249,9 @@ class _Job:
         """Put the adapter's values into the model. Raises ValueError for one that is left over, is missing or does not fit."""
         source, where = self.source, self.source.directory
         if source.kind == "PEFT adapter":
-            values = {name: source.tensors.read(stored) for name, stored in source.names.items()}
+            # VeLoRA's projection is of its backward pass alone.
+            stored = {name: each for name, each in source.names.items() if ".lora_velora_embed" not in name}
+            values = {name: source.tensors.read(each) for name, each in stored.items()}
             models.fill(model, known, source.tensors.infos)
             self._load_by_peft(model, values, known)
             return
@@ -292,7 +298,11 @@ class _Job:
             raise ValueError(f"{self.source.directory}: {name} must hold floating-point numbers, got {info.dtype}")
 
     def _source_name(self, fqn: str) -> str:
-        return self._prefix + fqn.removeprefix("base_model.model.")
+        """What a live tensor of the model is called in the source, if it is there."""
+        name = self._prefix + fqn.removeprefix("base_model.model.")
+        if name in self.source.names:
+            return name
+        return self._under_others.get(_without_peft(name), name)
 
     def _check_source(self) -> None:
         """Raise ValueError for a tensor of the source that the model has no place for."""
@@ -306,14 +316,19 @@ class _Job:
         tops = {name.removeprefix(self._prefix).split(".")[0] for name in fqns}
         for name in self.source.names:
             adapter = adapter_of(name)
-            if name in fqns or adapter not in (None, self.spec.name) or ".lora_velora_embed." in name:
+            if name in fqns or adapter not in (None, self.spec.name) or ".lora_velora_embed" in name:
                 continue
             if not name.startswith(self._prefix) or name.removeprefix(self._prefix).split(".")[0] not in tops:
                 continue  # of something else that was saved with it: an optimizer
             if _is_ignored(self._model.get_base_model(), name.removeprefix(self._prefix)):
                 continue
-            if self.base_directory is not None and _is_of_quantisation(name, self.source):
-                continue
+            if (packed := _unpacked_by(name, self.source)) is not None:
+                if self.base_directory is not None:
+                    continue
+                raise ValueError(
+                    f"{self.source.directory}: {packed} is quantised there; say with --base where the base model's "
+                    "full-precision weights are"
+                )
             raise ValueError(
                 f"{self.source.directory}: {name}: the model and {self.spec.origin} have no place for it; --base is another "
                 "model, or the metadata is of another adapter"
@@ -323,8 +338,8 @@ class _Job:
 
     def plan(self, dtype: torch.dtype, untie: bool) -> Plan:
         plan = self._build(dtype, untie)
-        if self._needs_base(plan):
-            self._check_base(plan, dtype, untie)
+        if self._needs_base(plan) and not self._check_base(plan, untie):
+            self._load_whole(plan)
             plan = self._build(dtype, untie)
         return plan
 
@@ -359,23 +374,29 @@ class _Job:
         info = self.source.tensors.infos[self.source.names[name]]
         return task.base.is_floating_point() and not info.dtype.is_floating_point
 
-    def _check_base(self, plan: Plan, dtype: torch.dtype, untie: bool) -> None:
-        """Raises ValueError where the base lacks a tensor, or has one that the model does not have. Where its names are of
-        an older kind, transformers loads it whole."""
+    def _check_base(self, plan: Plan, untie: bool) -> bool:
+        """Whether the base's tensors have the names that the model's checkpoints have, every one of them."""
         assert self._base_tensors is not None
         assert self.base_directory is not None
         models.config_of(self.base_directory, trust_remote_code=self._trust)  # not quantised, and of a known kind
         self._check_not_merged()
-        missing = [task for task in plan.tasks if task.base.is_meta and self._place(task) is None]
-        known = {name for names in self._places.values() for name in names}
-        base_model = self._model.get_base_model()
-        extra = [name for name in self._base_tensors.infos if name not in known and not _is_ignored(base_model, name)]
+        extra = self._extra()
         self.left_out = extra if self._is_other_head() else []
-        if missing or (extra and not self.left_out):
-            self._load_whole(missing, extra)
-            return
+        if self._missing(plan) or (extra and not self.left_out):
+            return False
         for names in self._places.values():
             self._check_same([name for name in names if name in self._base_tensors.infos], untie)
+        return True
+
+    def _missing(self, plan: Plan) -> list[str]:
+        """What the base should hold and does not."""
+        return [task.meta.name for task in plan.tasks if task.base.is_meta and self._place(task) is None]
+
+    def _extra(self) -> list[str]:
+        """What the base holds and the model has no place for."""
+        known = {name for names in self._places.values() for name in names}
+        base_model = self._model.get_base_model()
+        return [name for name in self._base_tensors.infos if name not in known and not _is_ignored(base_model, name)]
 
     left_out: list[str] = []
 
@@ -400,34 +421,33 @@ class _Job:
                 "that it was trained on"
             )
 
-    def _load_whole(self, missing: list[Task], extra: list[str]) -> None:
+    def _load_whole(self, plan: Plan) -> None:
         """A base whose names are older than those that transformers writes: transformers knows them, if anybody."""
-        odd = missing[0].meta.name if missing else extra[0]
-        logger.warning(
-            "%s: %s %s; transformers loads it whole, which takes the memory of the base",
+        missing = self._missing(plan)
+        odd = f"{missing[0]} is not there" if missing else f"{self._extra()[0]} is not a name that the model has"
+        base_model = self._model.get_base_model()
+        model, info = type(base_model).from_pretrained(
             self.base_directory,
-            odd,
-            "is not there" if missing else "is not a name that the model has",
-        )
-        kind = type(self._model.get_base_model())
-        model, info = kind.from_pretrained(
-            self.base_directory,
-            config=self._model.get_base_model().config,
+            config=base_model.config,
             dtype="auto",
             local_files_only=True,
             output_loading_info=True,
             trust_remote_code=self._trust,
         )
-        needed = {task.meta.name for task in missing}
-        for what, names in (("is not there", info["missing_keys"]), ("is not of the model", info["unexpected_keys"])):
-            names = sorted(names if what != "is not there" else [n for n in names if n in needed])
-            if names and not (what == "is not of the model" and self._is_other_head()):
+        lacking = sorted(set(info["missing_keys"]) & set(missing))
+        left_over = [] if self._is_other_head() else sorted(info["unexpected_keys"])
+        for names, what in ((lacking, "is not there"), (left_over, "the model has no place for it")):
+            if names:
                 raise ValueError(
                     f"{self.base_directory}: {listed(names)}: {what}; --base is another model, or not whole"
                 )
         if info["mismatched_keys"]:
             raise ValueError(f"{self.base_directory}: {info['mismatched_keys']}: of another shape than the config says")
-        self._places.clear()
+        logger.warning(
+            "%s: %s; transformers knew the names of old and has loaded it whole, which takes the memory of the base",
+            self.base_directory,
+            odd,
+        )
         self._model = self._make(model.requires_grad_(False))
 
     def _place(self, task: Task) -> str | None:
@@ -481,8 +501,15 @@ class _Job:
         report.finish(plan)
 
     @staticmethod
-    def _write_bucket(part: Plan, weights: Weights, report: CheckpointReport) -> None:
-        with Stream(part) as stream:
+    def _write_bucket(bucket: Plan, weights: Weights, report: CheckpointReport) -> None:
+        """Of tasks with values."""
+        made = []
+        for task in bucket.tasks:
+            if task.is_as_it_lies:  # it is written as it is read, without a copy
+                weights.write(task.meta.name, task.base)
+            else:
+                made.append(task)
+        with Stream(replace(bucket, tasks=tuple(made))) as stream:
             for name, tensor in stream:
                 weights.write(name, tensor)
                 del tensor
@@ -548,14 +575,20 @@ class _Job:
         write_file(directory / "adapter_model.safetensors", save(tensors, metadata={"format": "pt"}))
 
 
+def _without_peft(name: str) -> str:
+    """Of a base tensor: its name without the layers that PEFT puts around it."""
+    return ".".join(each for each in name.split(".") if each not in ("base_layer", "original_module", "token_adapter"))
+
+
 def _is_ignored(model: nn.Module, name: str) -> bool:
     """Whether the model itself says that checkpoints may hold it and that it needs none."""
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     return any(re.search(pattern, name) for pattern in patterns) or name.endswith("rotary_emb.inv_freq")
 
 
-def _is_of_quantisation(name: str, source: Source) -> bool:
-    """Whether a tensor only helps to unpack another, which is named as it begins (bitsandbytes)."""
+def _unpacked_by(name: str, source: Source) -> str | None:
+    """The weight that a tensor only helps to unpack: it is named as that begins (bitsandbytes)."""
     before, found, _ = name.partition(".weight.")
-    stored = source.names.get(f"{before}.weight")
-    return bool(found) and stored is not None and not source.tensors.infos[stored].dtype.is_floating_point
+    weight = f"{before}.weight"
+    stored = source.names.get(weight) if found else None
+    return weight if stored is not None and not source.tensors.infos[stored].dtype.is_floating_point else None

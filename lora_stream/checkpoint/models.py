@@ -69,15 +69,17 @@ def empty_model(
             raise ValueError(f"{where}: transformers has no model of {type(config).__name__} for {task_type}")
         if kind is None or kind not in by_config.values():
             kind = of_task
+    auto_map = getattr(config, "auto_map", None) or {}
+    automatic = next((each for each in auto_map if each.startswith("AutoModel")), None)
+    if kind is None and (automatic is None or not trust_remote_code):
+        raise ValueError(f"{where}: transformers has no architecture {config.architectures}")
     with torch.device("meta"), no_init_weights():
         if kind is not None:
-            return kind._from_config(config, dtype=torch.float32).requires_grad_(False)
-        auto_map = getattr(config, "auto_map", None) or {}
-        automatic = next((each for each in auto_map if each.startswith("AutoModel")), None)
-        if automatic is None or not trust_remote_code:
-            raise ValueError(f"{where}: transformers has no architecture {config.architectures}")
-        model = getattr(transformers, automatic).from_config(config, trust_remote_code=True, dtype=torch.float32)
-        return model.requires_grad_(False)
+            model = kind._from_config(config, dtype=torch.float32)
+        else:
+            model = getattr(transformers, automatic).from_config(config, trust_remote_code=True, dtype=torch.float32)
+    model.tie_weights()
+    return model.requires_grad_(False)
 
 
 def with_adapter(model: nn.Module, spec: AdapterSpec, targets: Sequence[str] | None = None):
@@ -91,7 +93,7 @@ def with_adapter(model: nn.Module, spec: AdapterSpec, targets: Sequence[str] | N
     has_targets = given.get("target_modules") is not None or given.get("target_parameters")
     changes = {} if has_targets else {"target_modules": list(targets or ())}
     # The values come from files: none of an initialisation, which may look at weights that are not there.
-    config = spec.config(init_lora_weights=False, inference_mode=False, **changes)
+    config = spec.config(init_lora_weights=False, inference_mode=False, base_model_name_or_path=None, **changes)
     try:
         with torch.device("meta"):
             return get_peft_model(model, config, adapter_name=spec.name)

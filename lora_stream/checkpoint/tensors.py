@@ -24,8 +24,9 @@ import torch
 from lora_stream import shards
 from lora_stream.plan import listed
 
-# Of a mapped file so much may be resident before it is opened anew, which lets go of the pages.
-OPEN_BYTES = 256 * 1024 * 1024
+# Of mapped files so much may be resident before they are opened anew, which lets go of the pages. To unpickle takes its time.
+OPEN_BYTES = 64 * 1024 * 1024
+OPEN_PICKLED_BYTES = 256 * 1024 * 1024
 
 
 class Info(NamedTuple):
@@ -56,15 +57,18 @@ def _explained(path: Path) -> Iterator[None]:
     try:
         yield
     except (pickle.UnpicklingError, ModuleNotFoundError, AttributeError) as error:
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(
-            f"{path}: cannot be read as plain tensors ({why}). What needs more than torch's weights_only loader is refused, "
+            f"{path}: cannot be read as plain tensors ({_first_line(error)}). What needs more than torch's weights_only loader is refused, "
             "because it could run code; save the state dict alone"
         ) from error
     except FileNotFoundError as error:
         raise ValueError(f"{path}: is missing") from error
     except (SafetensorError, RuntimeError, EOFError, OSError) as error:
-        raise ValueError(f"{path}: is damaged or cut off ({str(error).splitlines()[0]}); copy it again") from error
+        raise ValueError(f"{path}: is damaged or cut off ({_first_line(error)}); copy it again") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 class Safetensors:
@@ -162,7 +166,7 @@ class Pickled:
         return self._dict(self._files[name])[name]
 
     def let_go(self) -> None:
-        if self._num_bytes > OPEN_BYTES:
+        if self._num_bytes > OPEN_PICKLED_BYTES:
             self._loaded.clear()
             self._num_bytes = 0
 
@@ -213,7 +217,7 @@ class RankShards:
         sizes = sorted({size for size, _ in files})
         if len(sizes) != 1:
             raise ValueError(
-                f"{directory}: holds shards of runs on {listed(map(str, sizes))} ranks; keep those of one save"
+                f"{directory}: holds shards of runs on {' and '.join(map(str, sizes))} ranks; keep those of one save"
             )
         (size,) = sizes
         if world_size is not None and world_size != size:
@@ -265,7 +269,7 @@ class RankShards:
             return shards.join_pieces(self._parts(name))
 
     def let_go(self) -> None:
-        if self._num_bytes > OPEN_BYTES:
+        if self._num_bytes > OPEN_PICKLED_BYTES:
             self._loaded = []
             self._num_bytes = 0
 

@@ -33,8 +33,9 @@ _FORMAT_NAMES = {
     torch.bool: "BOOL",
 }
 _CHUNK_BYTES = 8 * 1024 * 1024
-# Of what was merged so much may wait for the disk.
+# Of what was merged so much may wait to be written, and of what was written so much before the disk is told to begin.
 _WAITING_BYTES = 64 * 1024 * 1024
+_FLUSH_BYTES = 64 * 1024 * 1024
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -90,6 +91,10 @@ class Weights:
         self._files: dict[Path, int] = {}
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
         self._waiting: list[tuple[int, Future]] = []
+        # The disk works while the next tensors are merged: else all of it would be waited for at the end.
+        self._flusher = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-flusher")
+        self._flush: Future | None = None
+        self._num_unflushed = 0
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """The tensor is the writer's from now on. Errors of the disk are raised by a later call."""
@@ -119,13 +124,26 @@ class Weights:
             if self._progress is not None:
                 self._progress(self._num_written, self.num_bytes)
         self._left[path].remove(name)
+        self._num_unflushed += len(content)
         if not self._left[path]:
+            self._end_flush()
             os.fsync(self._files[path])
             os.close(self._files.pop(path))
+        elif self._num_unflushed > _FLUSH_BYTES and (self._flush is None or self._flush.done()):
+            self._end_flush()
+            self._flush = self._flusher.submit(os.fdatasync, self._files[path])
+            self._num_unflushed = 0
+
+    def _end_flush(self) -> None:
+        """Before its file is closed. Raises what the disk has raised."""
+        if self._flush is not None:
+            self._flush.result()
+            self._flush = None
 
     def abandon(self) -> None:
         """What is written is of no use."""
         self._writer.shutdown(cancel_futures=True)
+        self._flusher.shutdown()
         for descriptor in self._files.values():
             os.close(descriptor)
         self._files.clear()
