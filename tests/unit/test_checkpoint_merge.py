@@ -1,11 +1,12 @@
 """A merge from files writes what the stream of the live model yields, whatever the files. Unit layer."""
 
 import json
+import multiprocessing
 import os
-import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,15 @@ from tests.models import fill, llama, qwen2, with_lora
 RESIDUAL = ("pissa", "olora", "corda")
 NO_CHECKPOINT = ("convolutions", "convolutions with lora_bias", "module to save with buffers", "no transformers model")
 MODELS = [kind for kind in KINDS if kind not in NO_CHECKPOINT]
+
+
+# A process that has imported everything already.
+FORK = multiprocessing.get_context("fork")
+
+
+def merge_alone(directory, **kwargs):
+    torch.set_num_threads(1)  # the threads of the process that was forked are not there
+    merge(directory / "adapter", directory / "out", base=directory / "base", **kwargs)
 
 
 @pytest.fixture(autouse=True)
@@ -497,18 +507,17 @@ def test_a_merge_that_is_killed_leaves_no_checkpoint(tmp_path):
     base.save_pretrained(tmp_path / "base")
     model = with_lora(base)
     model.save_pretrained(tmp_path / "adapter")
-    code = """
-import sys, time
-from lora_stream.checkpoint import merge
-def progress(done, total):
-    print(done, flush=True)
-    time.sleep(60)
-merge("adapter", "out", base="base", progress=progress)
-"""
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
-    assert int(process.stdout.readline()) > 0
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    ours, theirs = FORK.Pipe()
+
+    def progress(done, total):
+        theirs.send(done)
+        time.sleep(60)
+
+    process = FORK.Process(target=merge_alone, args=(tmp_path,), kwargs={"progress": progress})
+    process.start()
+    assert ours.recv() > 0
+    process.kill()
+    process.join()
     assert not (tmp_path / "out").exists()
     (left,) = tmp_path.glob(".out.*.partial")
     assert not (left / "model.safetensors.index.json").exists()
@@ -518,14 +527,22 @@ merge("adapter", "out", base="base", progress=progress)
 
 def test_of_two_merges_into_one_directory_one_wins_whole_and_the_other_is_told(linear, tmp_path):
     """Case B43."""
-    code = "from lora_stream.checkpoint import merge; merge('adapter', 'out', base='base')"
-    processes = [
-        subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    texts = [process.communicate()[1] for process in processes]
-    assert sorted(process.returncode for process in processes) == [0, 1]
-    assert sum("FileExistsError" in text for text in texts) == 1
+    barrier, results = FORK.Barrier(2), FORK.SimpleQueue()
+
+    def attempt():
+        barrier.wait()
+        try:
+            merge_alone(tmp_path, progress=lambda done, total: time.sleep(0.05))  # both are at it before one is done
+            results.put("merged")
+        except FileExistsError:
+            results.put("told")
+
+    processes = [FORK.Process(target=attempt) for _ in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert sorted(results.get() for _ in processes) == ["merged", "told"]
     assert_holds_the_stream(tmp_path / "out", linear)
     assert list(tmp_path.glob(".out.*")) == []
 

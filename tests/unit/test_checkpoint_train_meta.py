@@ -2,8 +2,8 @@
 
 import dataclasses
 import json
+import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -273,28 +273,21 @@ def test_a_file_that_is_cut_off_anywhere_is_refused(tmp_path_factory, meta, data
 
 # -- many writers --------------------------------------------------------------------------------------------------------
 
-WRITER = """
-import sys, time
-from tests.models import llama, with_lora
-from lora_stream.checkpoint import save_train_meta
-model = with_lora(llama(), r=int(sys.argv[2]), lora_alpha=7)
-print("ready", flush=True)
-end = time.monotonic() + 60
-while time.monotonic() < end:
-    save_train_meta(sys.argv[1], model)
-"""
+
+def hammer(directory, r):
+    model = with_lora(llama(), r=r, lora_alpha=7)
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        save_train_meta(directory, model)
 
 
 def test_writers_that_hammer_one_directory_never_show_half_a_file(tmp_path):
     """Case B43: three processes write, a reader loops, one writer is killed in the middle: old or new, never a part."""
     directory = tmp_path / "checkpoint"
-    writers = [
-        subprocess.Popen([sys.executable, "-c", WRITER, str(directory), str(r)], stdout=subprocess.PIPE, text=True)
-        for r in (3, 4, 5)
-    ]
+    writers = [multiprocessing.get_context("fork").Process(target=hammer, args=(directory, r)) for r in (3, 4, 5)]
     try:
         for writer in writers:
-            assert writer.stdout.readline() == "ready\n"
+            writer.start()
         while not (directory / NAME).exists():
             time.sleep(0.01)
         seen = set()
@@ -303,12 +296,12 @@ def test_writers_that_hammer_one_directory_never_show_half_a_file(tmp_path):
             assert {entry["r"] for entry in meta.modules.values()} == {meta.r}  # of one writer, all of it
             seen.add(meta.r)
             if i == 500:
-                writers[0].send_signal(signal.SIGKILL)
+                writers[0].kill()
         assert len(seen) > 1
     finally:
         for writer in writers:
             writer.kill()
-            writer.wait()
+            writer.join()
     # What a killed writer left has another name, and whoever finishes leaves nothing.
     assert load_train_meta(directory).r in seen
     left = set(os.listdir(directory)) - {NAME}

@@ -136,3 +136,95 @@ def test_doctor_sees_what_keeps_the_plugin_out(monkeypatch):
     monkeypatch.setenv("LORA_STREAM_CPU", "nonsense")
     findings = {finding["what"]: finding for finding in json.loads(invoke("doctor", "--json").output)}
     assert "LORA_STREAM_CPU=nonsense" in findings["CPU kernel"]["advice"]
+
+
+# -- merge and inspect ---------------------------------------------------------------------------------------------------
+
+
+def test_merge_writes_the_checkpoint_and_says_what_it_did(directories, tmp_path):
+    out = tmp_path / "out"
+    result = invoke("merge", directories / "adapter", "--base", directories / "base", "--out", out, "--with-adapter")
+    assert result.exit_code == 0, result.output
+    assert "adapter default, r=4, lora_alpha=32" in " ".join(result.output.replace("│", " ").split())
+    assert (out / "model.safetensors").exists()
+    assert (out / "lora_adapter" / "adapter_config.json").exists()
+
+
+def test_merge_for_scripts_is_one_json_object_and_an_exit_status(directories, tmp_path):
+    arguments = ["merge", directories / "adapter", "--base", directories / "base", "--out", tmp_path / "out", "--json"]
+    result = invoke(*arguments, "--dtype", "float32", "--max-shard-size", "30KB")
+    found = json.loads(result.stdout)
+    assert (found["r"], found["lora_alpha"], found["dtype"], found["kind"]) == (4, 32, "float32", "PEFT adapter")
+    assert "model.safetensors.index.json" in found["files"]
+    again = invoke(*arguments)
+    assert again.exit_code == 1
+    assert "is there already" in json.loads(again.stdout)["refused"]
+    for option, value, part in [
+        ("--dtype", "int8", "--dtype must be one of"),
+        ("--max-shard-size", "many", "look like 5GB"),
+        ("--rank", "0", "r must be a positive integer"),
+        ("--adapter-name", "other", "no adapter"),
+    ]:
+        refused = invoke(*arguments[:4], "--out", tmp_path / "other", "--json", option, value)
+        if option != "--adapter-name":  # a PEFT directory holds one, and its names do not tell which
+            assert refused.exit_code == 1
+            assert part in json.loads(refused.stdout)["refused"]
+            assert not (tmp_path / "other").exists()
+
+
+def test_merge_of_the_adapter_alone(directories, tmp_path):
+    result = invoke(
+        "merge", directories / "adapter", "--base", directories / "base", "--out", tmp_path / "out", "--adapter-only"
+    )
+    assert result.exit_code == 0, result.output
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+
+
+@pytest.mark.parametrize("form", ["peft", "verl", "dcp", "full"])
+def test_inspect_tells_what_a_directory_is_and_its_command_merges_it(form, tmp_path):
+    from tests.checkpoints import save_source
+
+    base = llama()
+    base.save_pretrained(tmp_path / "base")
+    model = with_lora(base, r=4, lora_alpha=6.5, use_rslora=True, modules_to_save=["lm_head"])
+    source = save_source(form, model, tmp_path / "source")
+    found = json.loads(invoke("inspect", source, "--json").stdout)
+    assert (found["adapter_name"], found["r"], found["lora_alpha"], found["scaling"]) == ("default", 4, 6.5, 3.25)
+    assert (found["targets"], found["modules_to_save"]) == (["down_proj", "q_proj", "v_proj"], ["lm_head"])
+    assert found["variants"] == ["use_rslora"]
+    assert found["has_base"] == (form != "peft")
+    assert [("--base" in text) for text in found["missing"]] == ([True] if form == "peft" else [])
+    command = found["command"].replace(" BASE", f" {tmp_path / 'base'}").replace(" OUT", f" {tmp_path / 'out'}").split()
+    assert command[:2] == ["lora-stream", "merge"]
+    result = invoke(*command[1:])
+    assert result.exit_code == 0, result.output
+    shown = invoke("inspect", source)
+    for text in (found["kind"], "6.5", "3.25", "use_rslora", "lm_head"):
+        assert text in shown.output
+
+
+def test_inspect_tells_what_is_missing(tmp_path):
+    """What a merge would stop at, and with which options it would not."""
+    from tests.checkpoints import save_source
+
+    model = with_lora(llama())
+    source = save_source("verl", model, tmp_path / "source", meta=False)
+    found = json.loads(invoke("inspect", source, "--json").stdout)
+    assert (found["kind"], found["r"], found["adapter_names"]) == ("verl FSDP checkpoint", None, ["default"])
+    assert "--rank and --lora-alpha" in found["missing"][0]
+    assert "--rank R --lora-alpha ALPHA" in found["command"]
+    (source / "model_world_size_2_rank_0.pt").write_bytes(b"")
+    found = json.loads(invoke("inspect", source, "--json").stdout)
+    assert "keep those of one save" in found["missing"][0]
+    assert found["command"] is None
+    llama().save_pretrained(tmp_path / "plain")
+    found = json.loads(invoke("inspect", tmp_path / "plain", "--json").stdout)
+    assert found["kind"] == "Hugging Face model (LlamaForCausalLM) without adapter"
+    assert "nothing to merge" in found["missing"][0]
+    refused = invoke("inspect", tmp_path)
+    assert refused.exit_code == 1
+    assert "did you mean" in " ".join(refused.output.split())
+    assert invoke("inspect", tmp_path / "nowhere").exit_code == 1

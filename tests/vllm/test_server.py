@@ -225,8 +225,7 @@ def same_model(base):
     return with_lora(AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).eval())
 
 
-@pytest.mark.parametrize("point", ["first", "middle", "last"])
-@pytest.mark.parametrize("victim", ["worker", "server"])
+@pytest.mark.parametrize(("victim", "point"), [("server", "first"), ("worker", "middle"), ("server", "last")])
 def test_a_killed_engine_is_noticed_at_once_and_a_new_one_in_its_place_gets_all(
     base, same_model, tmp_path, port, victim, point
 ):
