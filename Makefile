@@ -77,6 +77,7 @@ bench: $(VENV)/built
 	$(BIN)/python benchmarks/bench_merge.py
 	$(BIN)/python benchmarks/bench_sync.py
 	$(BIN)/python benchmarks/bench_fsdp.py
+	$(BIN)/python benchmarks/bench_merge_checkpoint.py
 
 clean:
 	rm -rf build $(VENV) lora_stream/*.so

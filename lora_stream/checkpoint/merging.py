@@ -7,12 +7,15 @@
 Memory: the adapter, two buckets and the largest tensor, and of mapped files what tensors.OPEN_BYTES says.
 """
 
+import contextlib
+import gc
 import hashlib
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -25,7 +28,7 @@ from lora_stream.checkpoint.configs import config_json as model_config_json
 from lora_stream.checkpoint.reports import CheckpointReport
 from lora_stream.checkpoint.sources import Source, adapter_of, open_source, prefix_of
 from lora_stream.checkpoint.tensors import Info, Tensors, in_directory, read_json
-from lora_stream.checkpoint.writing import Weights, carry_over, list_files, parse_size, write_file
+from lora_stream.checkpoint.writing import ReusedStaging, Weights, carry_over, list_files, parse_size, write_file
 from lora_stream.merged_weights import Stream
 from lora_stream.peft import lora_layers, read_model
 from lora_stream.plan import MERGE_DTYPES, Plan, Task, build_plan, listed
@@ -91,7 +94,8 @@ def merge(
         lora_alpha=lora_alpha,
         use_rslora=use_rslora,
     )
-    job = _Job(found, spec, base, trust_remote_code)
+    with _no_collections():
+        job = _Job(found, spec, base, trust_remote_code)
     report = CheckpointReport(
         out=str(out),
         source=str(source),
@@ -111,6 +115,18 @@ def merge(
         report.files = list_files(aside)
     report.seconds = time.perf_counter() - begin
     return report
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """To make a model is to make a million objects that stay: to look through them again and again takes as long."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _check_places(source: Path, base: Path | None, out: Path) -> None:
@@ -415,7 +431,7 @@ class _Job:
 
     def _check_not_merged(self) -> None:
         held = self._base_tensors.metadata.get(_MERGED_KEY, "").split()
-        if self._digest() in held:
+        if self._digest in held:
             raise ValueError(
                 f"{self.base_directory}: this adapter is merged into it already; its delta would count twice. Name the base "
                 "that it was trained on"
@@ -455,6 +471,7 @@ class _Job:
         names = self._places.get((id(task.base), task.view), [])
         return next((name for name in names if name in self._base_tensors.infos), None)
 
+    @cached_property
     def _digest(self) -> str:
         """Of the adapter's values and scalings."""
         found = hashlib.sha256()
@@ -484,12 +501,13 @@ class _Job:
             directory,
             plan.metadata(),
             max_shard_bytes=max_shard_bytes,
-            metadata={_MERGED_KEY: f"{held} {self._digest()}".strip()},
+            metadata={_MERGED_KEY: f"{held} {self._digest}".strip()},
             progress=progress,
         )
         try:
+            staging = ReusedStaging(BUCKET_BYTES)
             for bucket in plan.buckets(BUCKET_BYTES):
-                self._write_bucket(replace(plan, tasks=tuple(map(self._with_values, bucket))), weights, report)
+                self._write_bucket(replace(plan, tasks=tuple(map(self._with_values, bucket))), weights, staging, report)
                 for tensors in (self.source.tensors, self._base_tensors):
                     if tensors is not None:
                         tensors.let_go()
@@ -501,7 +519,7 @@ class _Job:
         report.finish(plan)
 
     @staticmethod
-    def _write_bucket(bucket: Plan, weights: Weights, report: CheckpointReport) -> None:
+    def _write_bucket(bucket: Plan, weights: Weights, staging: ReusedStaging, report: CheckpointReport) -> None:
         """Of tasks with values."""
         made = []
         for task in bucket.tasks:
@@ -509,10 +527,9 @@ class _Job:
                 weights.write(task.meta.name, task.base)
             else:
                 made.append(task)
-        with Stream(replace(bucket, tasks=tuple(made))) as stream:
+        with Stream(replace(bucket, tasks=tuple(made)), staging=staging) as stream:
             for name, tensor in stream:
-                weights.write(name, tensor)
-                del tensor
+                staging.until(weights.write(name, tensor))
         report.count(stream.stats.rounding.values())
 
     def _with_values(self, task: Task) -> Task:

@@ -2,9 +2,10 @@
 as a live model, and no tensor is loaded before it is needed.
 """
 
+import contextlib
 import copy
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -53,11 +54,6 @@ def empty_model(
     """The model on the meta device, in float32, with nothing that trains. task_type: PEFT's; a classifier is made where the config is of another."""
     import transformers
 
-    try:
-        from transformers.initialization import no_init_weights
-    except ImportError:  # transformers 4
-        from transformers.modeling_utils import no_init_weights
-
     config = copy.deepcopy(config)
     name = (config.architectures or [None])[0]
     kind = getattr(transformers, name, None) if name else None
@@ -73,13 +69,24 @@ def empty_model(
     automatic = next((each for each in auto_map if each.startswith("AutoModel")), None)
     if kind is None and (automatic is None or not trust_remote_code):
         raise ValueError(f"{where}: transformers has no architecture {config.architectures}")
-    with torch.device("meta"), no_init_weights():
+    with _without_weights():
         if kind is not None:
             model = kind._from_config(config, dtype=torch.float32)
         else:
             model = getattr(transformers, automatic).from_config(config, trust_remote_code=True, dtype=torch.float32)
     model.tie_weights()
     return model.requires_grad_(False)
+
+
+@contextlib.contextmanager
+def _without_weights() -> Iterator[None]:
+    """What is made has no memory, and no time goes into first values of it."""
+    try:
+        from transformers.initialization import no_init_weights
+    except ImportError:  # transformers 4
+        from transformers.modeling_utils import no_init_weights
+    with torch.device("meta"), no_init_weights():
+        yield
 
 
 def with_adapter(model: nn.Module, spec: AdapterSpec, targets: Sequence[str] | None = None):
@@ -95,7 +102,7 @@ def with_adapter(model: nn.Module, spec: AdapterSpec, targets: Sequence[str] | N
     # The values come from files: none of an initialisation, which may look at weights that are not there.
     config = spec.config(init_lora_weights=False, inference_mode=False, base_model_name_or_path=None, **changes)
     try:
-        with torch.device("meta"):
+        with _without_weights():
             return get_peft_model(model, config, adapter_name=spec.name)
     except (ValueError, NotImplementedError, RuntimeError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{spec.origin}: PEFT cannot put the adapter into {type(model).__name__}: {error}") from error

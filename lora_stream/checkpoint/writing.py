@@ -10,7 +10,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +18,8 @@ from typing import NamedTuple
 import torch
 
 from lora_stream.checkpoint.aside import flush_directory
-from lora_stream.plan import ParamMeta
+from lora_stream.filling import Batch, Part
+from lora_stream.plan import ParamMeta, Plan
 
 _FORMAT_NAMES = {
     torch.float64: "F64",
@@ -32,6 +33,7 @@ _FORMAT_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+_ALIGNMENT = 64  # of a tensor in a bucket: a line of the cache
 _CHUNK_BYTES = 8 * 1024 * 1024
 # Of what was merged so much may wait to be written, and of what was written so much before the disk is told to begin.
 _WAITING_BYTES = 64 * 1024 * 1024
@@ -47,6 +49,38 @@ def parse_size(size: int | str) -> int:
     if match is None or unit is None or (found := int(float(match[1]) * unit)) <= 0:
         raise ValueError(f"a size must be a positive number of bytes or look like 5GB, got {size!r}")
     return found
+
+
+class ReusedStaging:
+    """Two buckets in turn, for a stream whose tensors are written: the first touch of fresh memory would cost more than the
+    merge. A tensor that is larger than a bucket gets memory of its own."""
+
+    def __init__(self, bucket_bytes: int) -> None:
+        self.num_bytes = 2 * bucket_bytes
+        self.seconds_waited = 0.0
+        self._slots = [torch.empty(bucket_bytes, dtype=torch.uint8) for _ in range(2)]
+        self._in_use: list[list[Future]] = [[], []]
+
+    def batches(self, plan: Plan) -> Iterator[Batch]:
+        """Of one bucket."""
+        self._slots.reverse()
+        self._in_use.reverse()
+        while self._in_use[0]:
+            self._in_use[0].pop().result()
+        slot, at, parts = self._slots[0], 0, []
+        for task in plan.tasks:
+            end = at + task.meta.num_bytes
+            if end > slot.numel():
+                out = torch.empty(task.meta.shape, dtype=task.meta.dtype)
+            else:
+                out = slot[at:end].view(task.meta.dtype).view(task.meta.shape)
+                at = -(-end // _ALIGNMENT) * _ALIGNMENT
+            parts.append(Part(task, 0, out.numel(), out))
+        yield Batch(parts, announce=lambda: None)
+
+    def until(self, written: Future) -> None:
+        """The bucket of the last batch is in use until then."""
+        self._in_use[0].append(written)
 
 
 class _Place(NamedTuple):
@@ -96,13 +130,15 @@ class Weights:
         self._flush: Future | None = None
         self._num_unflushed = 0
 
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        """The tensor is the writer's from now on. Errors of the disk are raised by a later call."""
+    def write(self, name: str, tensor: torch.Tensor) -> Future:
+        """The tensor is the writer's until what is returned is done. Errors of the disk are raised there or by a later call."""
         meta = self._metas[name]
         found = ParamMeta(name, tensor.dtype, tuple(tensor.shape))
         assert found == meta, f"{found} came where {meta} was announced"
-        self._waiting.append((tensor.nbytes, self._writer.submit(self._write, name, tensor.contiguous())))
+        written = self._writer.submit(self._write, name, tensor.contiguous())
+        self._waiting.append((tensor.nbytes, written))
         self._wait(_WAITING_BYTES)
+        return written
 
     def _wait(self, num_bytes: int) -> None:
         """Until no more than so many bytes are left to write, or one tensor."""
