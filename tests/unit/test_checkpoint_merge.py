@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -466,6 +466,22 @@ def test_the_adapter_alone_is_written_as_peft_loads_it(kind, tmp_path):
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "out")
     with torch.no_grad():
         assert torch.allclose(loaded(TOKENS).logits, model.eval()(TOKENS).logits, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("form", ["peft", "verl"])
+def test_the_adapter_keeps_its_dtype(form, dtype, linear, tmp_path):
+    for name, parameter in linear.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.to(dtype)
+    source = save_source(form, linear, tmp_path / "source")
+    merge(source, tmp_path / "out", base=tmp_path / "base", with_adapter=True)
+    assert_holds_the_stream(tmp_path / "out", linear)
+    written = load_file(tmp_path / "out" / "lora_adapter" / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in written.values()} == {dtype}
+    expected = get_peft_model_state_dict(linear)
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())
 
 
 # -- memory, time and interruptions --------------------------------------------------------------------------------------

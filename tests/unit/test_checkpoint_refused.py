@@ -300,6 +300,13 @@ def test_tensors_that_are_left_over_or_missing(form, change, parts, tmp_path):
     case.refuses(*parts)
 
 
+def test_a_base_does_not_fill_the_gaps_of_a_checkpoint_that_should_be_whole(tmp_path):
+    """Which of the two weights is right cannot be told: it may have trained."""
+    case = Case(tmp_path, "verl")
+    case.edit_tensors(_drop("norm.weight"))
+    case.refuses("norm.weight is not there", "the checkpoint is not whole", base=case.base)
+
+
 def test_a_tensor_that_is_no_floating_point_number_in_the_adapter(tmp_path):
     case = Case(tmp_path, "verl")
 
@@ -403,6 +410,17 @@ def test_a_base_whose_tied_tensors_differ(tmp_path):
     base.save_pretrained(case.base)
     case.edit_tensors(_put("lm_head.weight", torch.ones(61, 32)), case.base / "model.safetensors")
     case.refuses("tied by its config but differ", "--untie")
+
+
+def test_a_classifiers_base_may_have_another_head_but_no_other_layers(tmp_path):
+    """Case B24: lm_head stays behind; a layer too many does not."""
+    from transformers import AutoModelForSequenceClassification
+
+    llama().save_pretrained(tmp_path / "base")
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=3)
+    case = Case(tmp_path, model=with_lora(classifier, task_type="SEQ_CLS", modules_to_save=["score"]))
+    case.edit_tensors(_put("model.layers.2.mlp.up_proj.weight", torch.ones(2, 2)), case.base / "model.safetensors")
+    case.refuses("model.layers.2.mlp.up_proj.weight", "no place for it")
 
 
 def test_quantised_bases_are_refused_until_told_which_full_precision_base(tmp_path):
