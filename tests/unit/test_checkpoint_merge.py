@@ -1,5 +1,6 @@
 """A merge from files writes what the stream of the live model yields, whatever the files. Unit layer."""
 
+import gc
 import json
 import multiprocessing
 import os
@@ -531,6 +532,7 @@ def test_a_merge_that_is_killed_leaves_no_checkpoint(tmp_path):
 
     process = FORK.Process(target=merge_alone, args=(tmp_path,), kwargs={"progress": progress})
     process.start()
+    assert ours.poll(60)
     assert ours.recv() > 0
     process.kill()
     process.join()
@@ -543,7 +545,7 @@ def test_a_merge_that_is_killed_leaves_no_checkpoint(tmp_path):
 
 def test_of_two_merges_into_one_directory_one_wins_whole_and_the_other_is_told(linear, tmp_path):
     """Case B43."""
-    barrier, results = FORK.Barrier(2), FORK.SimpleQueue()
+    barrier, results = FORK.Barrier(2), FORK.Queue()
 
     def attempt():
         barrier.wait()
@@ -556,9 +558,9 @@ def test_of_two_merges_into_one_directory_one_wins_whole_and_the_other_is_told(l
     processes = [FORK.Process(target=attempt) for _ in range(2)]
     for process in processes:
         process.start()
+    assert sorted(results.get(timeout=60) for _ in processes) == ["merged", "told"]
     for process in processes:
         process.join()
-    assert sorted(results.get() for _ in processes) == ["merged", "told"]
     assert_holds_the_stream(tmp_path / "out", linear)
     assert list(tmp_path.glob(".out.*")) == []
 
@@ -573,7 +575,7 @@ def test_progress_counts_every_byte_once(linear, tmp_path):
 
 
 def test_a_second_model_has_nothing_of_the_first(tmp_path):
-    """No state is kept between merges in one process."""
+    """No state is kept between merges in one process, nor is the collector left switched off."""
     for i in range(2):
         base = llama()
         base.save_pretrained(tmp_path / f"base{i}")
@@ -581,6 +583,7 @@ def test_a_second_model_has_nothing_of_the_first(tmp_path):
         model.save_pretrained(tmp_path / f"adapter{i}")
         merge(tmp_path / f"adapter{i}", tmp_path / f"out{i}", base=tmp_path / f"base{i}")
         assert_holds_the_stream(tmp_path / f"out{i}", model)
+        assert gc.isenabled()
 
 
 def test_the_base_that_the_adapter_names_is_found(tmp_path):

@@ -642,7 +642,7 @@ def test_a_disk_that_is_full_or_will_be(tmp_path, monkeypatch):
     monkeypatch.undo()
     # Found out while writing: files may not grow past a limit, which the system tells as it tells of a full disk.
     fork = multiprocessing.get_context("fork")
-    results = fork.SimpleQueue()
+    results = fork.Queue()
 
     def attempt():
         torch.set_num_threads(1)
@@ -655,8 +655,8 @@ def test_a_disk_that_is_full_or_will_be(tmp_path, monkeypatch):
 
     process = fork.Process(target=attempt)
     process.start()
+    assert results.get(timeout=60).startswith("told: ")
     process.join()
-    assert results.get().startswith("told: ")
     assert not case.out.exists()
     assert list(tmp_path.glob(".*partial")) == []
 
