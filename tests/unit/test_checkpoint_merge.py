@@ -430,6 +430,38 @@ def test_bases_of_one_file_or_several_pickled_or_not(suffix, is_cut, linear, tmp
     assert_holds_the_stream(tmp_path / "out", linear)
 
 
+@pytest.mark.parametrize("is_zipped", [True, False])
+def test_an_adapter_that_is_pickled(is_zipped, linear, tmp_path):
+    """As PEFT saved before safetensors, and torch before its zip files."""
+    state = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
+    torch.save(state, tmp_path / "adapter" / "adapter_model.bin", _use_new_zipfile_serialization=is_zipped)
+    merge(tmp_path / "adapter", tmp_path / "out", base=tmp_path / "base")
+    assert_holds_the_stream(tmp_path / "out", linear)
+
+
+OWN_CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+class OwnConfig(LlamaConfig):
+    model_type = "own_of_a_test"
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_a_model_with_code_of_its_own_is_merged_when_it_may_run_and_takes_its_code_along(linear, tmp_path):
+    base = tmp_path / "base"
+    config = json.loads((base / "config.json").read_text())
+    auto_map = {"AutoConfig": "own_code.OwnConfig", "AutoModelForCausalLM": "own_code.OwnForCausalLM"}
+    own = {"model_type": "own_of_a_test", "architectures": ["OwnForCausalLM"], "auto_map": auto_map}
+    (base / "config.json").write_text(json.dumps({**config, **own}))
+    (base / "own_code.py").write_text(OWN_CODE)
+    merge(tmp_path / "adapter", tmp_path / "out", base=base, trust_remote_code=True)
+    assert_holds_the_stream(tmp_path / "out", linear)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    assert type(merged).__name__ == "OwnForCausalLM"
+
+
 def test_a_base_with_names_of_old_is_loaded_by_transformers(tmp_path, caplog):
     """GPT-2 was published without the prefix that it is saved with today."""
     base = gpt2()
