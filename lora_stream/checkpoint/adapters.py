@@ -125,10 +125,12 @@ def spec_of(
         if config is None and (each / CONFIG_NAME).exists():
             config = _of_config(each / CONFIG_NAME, given)
     name = adapter_name or _only_name(names_found, meta, directory)
-    if meta is not None and meta.adapter_name != name and meta.format_version is not None and not is_given:
-        raise ValueError(
-            f"{directory}: {FILE_NAME} is of adapter {meta.adapter_name!r}, not of {name!r}; {HOW_TO_GIVE} of that one"
-        )
+    if meta is not None and meta.adapter_name != name and meta.format_version is not None:
+        if not is_given:
+            raise ValueError(
+                f"{directory}: {FILE_NAME} is of adapter {meta.adapter_name!r}, not of {name!r}; {HOW_TO_GIVE} of that one"
+            )
+        meta = None
     found = config if config is not None else None if meta is None else _of_meta(meta, meta_directories)
     if config is not None and meta is not None:
         _check_agree(config, meta)

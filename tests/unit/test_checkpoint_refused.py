@@ -165,13 +165,15 @@ def test_several_adapters_without_a_choice_and_an_adapter_that_is_not_there(tmp_
     """Case B16."""
     base = llama()
     model = with_lora(base, target_modules=["q_proj"])
-    model.add_adapter("ref", LoraConfig(r=2, target_modules=["q_proj"]))
+    model.add_adapter("ref", LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj", "k_proj"]))
     fill(model)
     case = Case(tmp_path, "verl", model, meta=False)
     case.refuses("several adapters", "default and 1 more", "--adapter-name")
     case.refuses("holds no adapter 'other'", adapter_name="other")
     save_train_meta(case.source, model)
     case.refuses("is of adapter 'default', not of 'ref'", adapter_name="ref")
+    case.merge(adapter_name="ref", rank=2, lora_alpha=8)  # and nothing is taken from the file of the other one
+    assert_holds_the_stream(case.out, model, adapter_name="ref")
 
 
 # -- adapter configs of other versions of PEFT ---------------------------------------------------------------------------
