@@ -15,9 +15,9 @@ import logging
 import math
 import pickle
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -71,45 +71,72 @@ def _first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
-class Safetensors:
+class _Files:
+    """Tensors in files that are opened as they are needed, and again when enough of them was read."""
+
+    open_bytes = OPEN_BYTES
+
     def __init__(self, files: dict[str, Path] | Sequence[Path]) -> None:
         """files: all in which there are tensors; with names, which tensor is in which, as an index has it."""
-        from safetensors import safe_open
-
-        self._open = safe_open
         self._files: dict[str, Path] = {}
-        self._handles: dict[Path, object] = {}
+        self._opened: dict[Path, object] = {}
         self._num_bytes = 0
         self.infos: dict[str, Info] = {}
         self.metadata: dict[str, str] = {}
         for path in dict.fromkeys(files.values() if isinstance(files, dict) else files):
-            with _explained(path):
-                handle = self._handle(path)
-                self.metadata |= handle.metadata() or {}
-                for name in handle.keys():  # noqa: SIM118  # it is no dict
-                    if name in self._files:
-                        raise ValueError(f"{path}: holds {name} as {self._files[name]} does")
-                    part = handle.get_slice(name)
-                    self._files[name] = path
-                    self.infos[name] = Info(_DTYPES.get(part.get_dtype(), torch.uint8), tuple(part.get_shape()))
+            for name, info in self._infos_in(path):
+                if name in self._files:
+                    raise ValueError(f"{path}: holds {name} as {self._files[name]} does")
+                self._files[name] = path
+                self.infos[name] = info
         if isinstance(files, dict):
             _check_index(files, self._files)
 
-    def _handle(self, path: Path):
-        if path not in self._handles:
-            self._handles[path] = self._open(path, framework="pt")
-        return self._handles[path]
+    def _open(self, path: Path) -> Any:
+        raise NotImplementedError
+
+    def _infos_in(self, path: Path) -> Iterable[tuple[str, Info]]:
+        raise NotImplementedError
+
+    def _get(self, opened: Any, name: str) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _file(self, path: Path) -> Any:
+        if path not in self._opened:
+            self._opened[path] = self._open(path)
+        return self._opened[path]
 
     def read(self, name: str) -> torch.Tensor:
         path = self._files[name]
+        self._num_bytes += self.infos[name].num_bytes
         with _explained(path):
-            self._num_bytes += self.infos[name].num_bytes
-            return self._handle(path).get_tensor(name)
+            return self._get(self._file(path), name)
 
     def let_go(self) -> None:
-        if self._num_bytes > OPEN_BYTES:
-            self._handles.clear()
+        if self._num_bytes > self.open_bytes:
+            self._opened.clear()
             self._num_bytes = 0
+
+
+class Safetensors(_Files):
+    def _open(self, path: Path) -> Any:
+        from safetensors import safe_open
+
+        return safe_open(path, framework="pt")
+
+    def _infos_in(self, path: Path) -> Iterable[tuple[str, Info]]:
+        with _explained(path):
+            file = self._file(path)
+            self.metadata |= file.metadata() or {}
+            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # it is no dict
+        # Of a type that is not known here the plan says what it wants instead.
+        return [
+            (name, Info(_DTYPES.get(part.get_dtype(), torch.uint8), tuple(part.get_shape())))
+            for name, part in parts.items()
+        ]
+
+    def _get(self, opened: Any, name: str) -> torch.Tensor:
+        return opened.get_tensor(name)
 
 
 _DTYPES = {
@@ -138,37 +165,19 @@ def _check_index(said: dict[str, Path], found: dict[str, Path]) -> None:
         raise ValueError(f"{found[extra[0]]}: holds {listed(extra)}, which the index does not name")
 
 
-class Pickled:
+class Pickled(_Files):
     """Dicts of tensors, by torch.save."""
 
-    def __init__(self, files: dict[str, Path] | Sequence[Path]) -> None:
-        self._files: dict[str, Path] = {}
-        self._loaded: dict[Path, dict] = {}
-        self._num_bytes = 0
-        self.infos: dict[str, Info] = {}
-        self.metadata: dict[str, str] = {}
-        for path in dict.fromkeys(files.values() if isinstance(files, dict) else files):
-            for name, tensor in self._dict(path).items():
-                if name in self._files:
-                    raise ValueError(f"{path}: holds {name} as {self._files[name]} does")
-                self._files[name] = path
-                self.infos[name] = Info(tensor.dtype, tuple(tensor.shape))
-        if isinstance(files, dict):
-            _check_index(files, self._files)
+    open_bytes = OPEN_PICKLED_BYTES
 
-    def _dict(self, path: Path) -> dict:
-        if path not in self._loaded:
-            self._loaded[path] = load_pickled(path)
-        return self._loaded[path]
+    def _open(self, path: Path) -> Any:
+        return load_pickled(path)
 
-    def read(self, name: str) -> torch.Tensor:
-        self._num_bytes += self.infos[name].num_bytes
-        return self._dict(self._files[name])[name]
+    def _infos_in(self, path: Path) -> Iterable[tuple[str, Info]]:
+        return [(name, Info(tensor.dtype, tuple(tensor.shape))) for name, tensor in self._file(path).items()]
 
-    def let_go(self) -> None:
-        if self._num_bytes > OPEN_PICKLED_BYTES:
-            self._loaded.clear()
-            self._num_bytes = 0
+    def _get(self, opened: Any, name: str) -> torch.Tensor:
+        return opened[name]
 
 
 def load_pickled(path: Path) -> dict[str, torch.Tensor]:

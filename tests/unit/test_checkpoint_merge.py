@@ -526,7 +526,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
 import sys, torch, resource
 from lora_stream.checkpoint import merge
 from lora_stream.checkpoint import merging, tensors, writing
-merging.BUCKET_BYTES = writing._WAITING_BYTES = tensors.OPEN_BYTES = 1 << 20
+merging.BUCKET_BYTES = writing._WAITING_BYTES = tensors.Safetensors.open_bytes = 1 << 20
 import peft, transformers
 from pathlib import Path
 def peak():
