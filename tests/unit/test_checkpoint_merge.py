@@ -325,6 +325,12 @@ def test_a_file_of_mixed_dtypes_has_every_tensor_at_a_multiple_of_its_element(tm
     )
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert file.metadata()["format"] == "pt"
+    content = (tmp_path / "model.safetensors").read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    assert (8 + size) % 8 == 0
+    header = json.loads(content[8 : 8 + size])
+    for name, tensor in tensors.items():
+        assert header[name]["data_offsets"][0] % tensor.element_size() == 0, name
 
 
 def test_tokenizer_processor_code_and_license_go_along_and_nothing_of_the_training(linear, tmp_path):

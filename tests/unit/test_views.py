@@ -2,10 +2,13 @@
 
 import itertools
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lora_stream.merged_weights import Stream
+from lora_stream.plan import Adapter, ParamMeta, Plan, Task
 from lora_stream.views import View
 
 
@@ -64,3 +67,30 @@ def test_what_is_no_matrix_or_part_of_one_cannot_be_merged():
     assert View(whole, (0, 2, 1)).can_be_merged
     assert not View(whole, (1, 0, 2)).can_be_merged
     assert not View(((0, 2), (1, 2), (0, 4)), (0, 2)).can_be_merged
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize(
+    ("ranges", "dims"),
+    [
+        (((0, 4), (0, 3), (0, 5)), (0, 1, 2)),
+        (((1, 4), (2, 6), (0, 5)), (0, 2, 1)),
+        (((2, 3), (2, 6), (1, 5)), (1, 2)),
+        (((3, 4), (0, 6), (0, 5)), (2, 1)),
+    ],
+)
+def test_a_piece_of_a_stack_read_from_elsewhere_is_merged_as_the_view_of_the_live_one(ranges, dims, transposed):
+    """What a merge from files does with a base whose checkpoint holds a live tensor in parts."""
+    experts, rows, cols, r = 4, 6, 5, 3
+    base = torch.randn(experts, rows, cols)
+    ins, outs = (rows, cols) if transposed else (cols, rows)
+    factors = {"lora_A": torch.randn(experts * r, ins), "lora_B": torch.randn(outs, r * experts)}
+    adapter = Adapter(name="a", scaling=0.7, transposed=transposed, num_experts=experts, **factors)
+    view = View(ranges, dims)
+    meta = ParamMeta("piece", torch.bfloat16, view.shape)
+    task = Task(meta=meta, fqn="stack", base=base, view=view, adapters=(adapter,))
+    piece = task.with_piece(view.of(base).contiguous())
+    assert piece.view is None
+    found = [dict(Stream(Plan(tasks=(each,), scope="all", account={})))["piece"] for each in (task, piece)]
+    assert torch.equal(*found)
+    assert not torch.equal(found[0], view.of(base).bfloat16())
