@@ -4,7 +4,6 @@ as a live model, and no tensor is loaded before it is needed.
 
 import contextlib
 import copy
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -14,8 +13,6 @@ from torch import nn
 from lora_stream.checkpoint.adapters import AdapterSpec
 from lora_stream.checkpoint.tensors import Info, read_json
 from lora_stream.plan import listed
-
-logger = logging.getLogger("lora_stream")
 
 _HEADS = {
     "SEQ_CLS": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",

@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
+from torch import nn
+
 from lora_stream.filling import Rounding
 from lora_stream.plan import Plan
 from lora_stream.report import format_bytes
@@ -42,7 +44,9 @@ class CheckpointReport:
         """Raises ValueError where the merge has changed nothing: that is a base under a new name."""
         self.merged, self.copied = len(plan.names("merged")), len(plan.names("copied"))
         self.num_bytes = plan.num_bytes
-        replaces = any(task.rows or (task.trained and not task.adapters) for task in plan.tasks)
+        # Buffers always count as trained; only a parameter tells that something was.
+        whole = [task for task in plan.tasks if task.trained and isinstance(task.base, nn.Parameter)]
+        replaces = any(not task.adapters for task in whole) or any(task.rows for task in plan.tasks)
         if self.merged == 0 or replaces or self.changed > self.unmoved:
             return
         where = self.source or self.out

@@ -42,12 +42,13 @@ class Tensors(Protocol):
     """What files hold, by name."""
 
     infos: dict[str, Info]
+    metadata: dict[str, str]  # of the files themselves
 
     def read(self, name: str) -> torch.Tensor:
         """The whole tensor; it may lie in a mapped file, which stays open for as long as it lives."""
 
     def let_go(self) -> None:
-        """Call when no tensor that was read is in use: files may be opened anew."""
+        """Files may be opened anew: their pages go with the last tensor that was read of them."""
 
 
 @contextlib.contextmanager

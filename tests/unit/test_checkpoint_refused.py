@@ -14,6 +14,7 @@ from peft import LoraConfig, VeraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from lora_stream.checkpoint import merge, save_train_meta, writing
+from tests.architectures import build
 from tests.checkpoints import FORMS, assert_holds_the_stream, base_of, save_source
 from tests.models import fill, llama, qwen2, with_lora
 
@@ -341,6 +342,15 @@ def test_an_adapter_that_changes_nothing(tmp_path):
     case.edit_tensors(lambda state: [tensor.fill_(1e-14) for name, tensor in state.items() if "lora_B" in name])
     case.refuses("smaller than a step of bfloat16", "--dtype float32")
     case.merge(dtype=torch.float32)
+
+
+def test_an_adapter_that_changes_nothing_beside_a_buffer(tmp_path):
+    """A buffer counts as trained, but tells nothing of the adapter."""
+    base = build("deepseek_v3")
+    base.save_pretrained(tmp_path / "base")
+    case = Case(tmp_path, model=with_lora(base, target_modules=["q_b_proj"]))
+    case.edit_tensors(lambda state: [tensor.zero_() for name, tensor in state.items() if "lora_B" in name])
+    case.refuses("changes nothing", "lora_B")
 
 
 @pytest.mark.parametrize("where", ["plain", "merged"])
