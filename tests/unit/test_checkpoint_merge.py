@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from lora_stream.checkpoint import merge, save_train_meta
+from lora_stream.checkpoint import merge, merging, save_train_meta, writing
 from tests.architectures import ARCHITECTURES, build
 from tests.checkpoints import FORMS, assert_holds_the_stream, base_of, save_source, weights_in
 from tests.kinds import KINDS, TOKENS, gpt2
@@ -600,6 +600,15 @@ def test_of_two_merges_into_one_directory_one_wins_whole_and_the_other_is_told(l
         process.join()
     assert_holds_the_stream(tmp_path / "out", linear)
     assert list(tmp_path.glob(".out.*")) == []
+
+
+def test_a_disk_that_is_slow_gets_what_was_merged_and_not_what_came_after(linear, tmp_path, monkeypatch):
+    """Buckets are used again: not before what is in them was written."""
+    real = os.pwrite
+    monkeypatch.setattr(writing.os, "pwrite", lambda *args: (time.sleep(0.01), real(*args))[1])
+    monkeypatch.setattr(merging, "BUCKET_BYTES", 4096)
+    merge(tmp_path / "adapter", tmp_path / "out", base=tmp_path / "base")
+    assert_holds_the_stream(tmp_path / "out", linear)
 
 
 def test_progress_counts_every_byte_once(linear, tmp_path):
