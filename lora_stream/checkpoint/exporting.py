@@ -92,13 +92,10 @@ def export(
         try:
             with stream:
                 for name, tensor in stream:
-                    try:
-                        if file is not None and failed is None:
-                            file.write(name, tensor)
-                    except Exception as error:  # the other ranks need this one until the end of the pass
-                        failed = error
+                    if file is not None:
+                        file.write(name, tensor)
                     del tensor
-        except BaseException as error:
+        except BaseException as error:  # the stream has gone on taking part, for the other ranks
             if stream.stats.is_lost:
                 raise  # nobody can be told
             failed = error
