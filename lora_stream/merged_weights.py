@@ -581,10 +581,21 @@ class _Ready:
         for device in {tensor.device for tensor in plan.tensors()}:
             if (queue := queue_of(device)) is not None:
                 self._events[device] = queue.record_event()
+        # What is offloaded into pinned memory may still be on its way there, by a copy that the host did not wait for.
+        self._arrival: torch.Event | None = None
+        if any(_is_pinned(tensor) for tensor in plan.tensors()):
+            self._arrival = torch.accelerator.current_stream().record_event()
 
     def wait(self) -> None:
+        if self._arrival is not None:
+            self._arrival.synchronize()
+            self._arrival = None
         for device, event in self._events.items():
             queue_of(device).wait_event(event)
+
+
+def _is_pinned(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and shards.local(fsdp1.stepped(tensor)).is_pinned()
 
 
 class _Versions:

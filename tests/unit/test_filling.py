@@ -284,3 +284,18 @@ def test_a_base_on_the_host_with_its_consumer_there_never_leaves_it(model):
     stream, _, traffic = crossed(model)
     assert traffic.crossed == 0
     assert traffic.made_on == {"cpu": stream.plan.num_bytes}
+
+
+def test_an_offload_that_nobody_waited_for_has_arrived_before_the_host_reads_it(model, monkeypatch):
+    """Pinned memory: the copy to it is enqueued on the device, and the host reads whatever lies there by then."""
+    wanted = {name: tensor.clone() for name, tensor in lora_stream.stream(model)}
+    queue = Queue("main", [])
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda *args: queue)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor, *args: True)
+    for parameter in model.parameters():
+        arriving = parameter.detach().clone()
+        parameter.data.fill_(float("nan"))
+        queue.enqueue("offload", lambda to=parameter.data, values=arriving: to.copy_(values))
+    got = dict(lora_stream.stream(model))
+    assert queue.log.count("host waits for main") == 1
+    assert all(torch.equal(got[name], tensor) for name, tensor in wanted.items())
