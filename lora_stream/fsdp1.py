@@ -110,7 +110,8 @@ def opened(units: Sequence[Unit], traffic: Traffic) -> Iterator[None]:
                     # A unit that is opened before its root ever was takes itself for one, and FSDP1 is broken from then on.
                     with _summoned(Unit(unit.root, unit.root)):
                         pass
-                stack.enter_context(_summoned(unit))
+                with traffic.gathering():
+                    stack.enter_context(_summoned(unit))
             for handle in unit.handles:
                 _count(handle, traffic)
         yield

@@ -307,7 +307,8 @@ class Gathering:
         what: str,
         memory: Callable[[int, int], torch.Tensor] | None = None,
     ) -> list[torch.Tensor] | None:
-        sent = shards.gather_bytes(sends, group.sizes, group.process_group, receivers, what, memory)
+        with self._traffic.gathering():
+            sent = shards.gather_bytes(sends, group.sizes, group.process_group, receivers, what, memory)
         if sent is not None:
             own = group.process_group.rank()
             self._traffic.gathered += sum(part.nbytes for i, part in enumerate(sent) if i != own)
@@ -400,7 +401,8 @@ class Gathering:
             return fsdp1.read(tensor)
         if not shards.is_sharded(tensor):
             return shards.local(tensor)
-        whole = shards.gather_whole(tensor)
+        with self._traffic.gathering():
+            whole = shards.gather_whole(tensor)
         self._traffic.gathered += whole.nbytes - shards.local(tensor).nbytes
         return whole
 

@@ -1,7 +1,9 @@
 """Merges of weights or of parts of them: one call of the grouped kernel for many, where the weights lie."""
 
+import contextlib
+import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,11 +18,19 @@ Pair = tuple[torch.Tensor, torch.Tensor, float]
 
 @dataclass(kw_only=True)
 class Traffic:
-    """What one pass has moved and where it has worked on this rank, in bytes."""
+    """What one pass has moved and where it has worked on this rank, in bytes where nothing else is said."""
 
     gathered: int = 0  # received from other ranks
+    seconds_gathering: float = 0.0  # between ranks; on devices, until it is enqueued
     crossed: int = 0  # copied between the host and a device, either way
     made_on: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # merged or copied, by type of device
+
+    @contextlib.contextmanager
+    def gathering(self) -> Iterator[None]:
+        """Counts the time."""
+        begin = time.perf_counter()
+        yield
+        self.seconds_gathering += time.perf_counter() - begin
 
     def to(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """The tensor on the device."""
