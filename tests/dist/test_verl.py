@@ -1,7 +1,7 @@
 """verl's own checkpoint manager writes, we merge; its own merger reads our metadata. dist layer.
 
-verl pins another transformers than vLLM wants, so it lies in a directory of its own, `.venv/verl`, which only the processes here
-have in their path. What it is asked for runs with the newer one.
+verl pins another transformers than vLLM wants, so the two lie in a directory of their own, `.venv/peers/verl`, which only the
+processes here have in their path.
 """
 
 import json
@@ -18,16 +18,17 @@ from tests.checkpoints import weights_in
 from tests.models import assert_equal, qwen2, with_lora
 
 ROOT = Path(__file__).parents[2]
-VERL = Path(sys.prefix) / "verl"
+PEERS = Path(sys.prefix) / "peers"
+VERL = PEERS / "verl"
 
 pytestmark = [
     pytest.mark.dist,
-    pytest.mark.skipif(not (VERL / "verl").exists(), reason=f"verl is not installed in {VERL}, see the Makefile"),
+    pytest.mark.skipif(not VERL.exists(), reason=f"verl is not installed in {VERL}, see the Makefile"),
 ]
 
 
 def run(*arguments):
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{VERL}", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{VERL}:{PEERS}/common", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     done = subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 

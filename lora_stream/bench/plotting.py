@@ -1,0 +1,78 @@
+"""A picture of a result: bars against the ceiling, and what seconds and bytes went into."""
+
+from pathlib import Path
+
+from lora_stream.bench.results import Group, Result, Spread
+
+_COLORS = {"ceiling": "#9a9a9a", "ours": "#2b6cb0", "other": "#dd8452"}
+
+
+def plot(result: Result, path: Path) -> None:
+    """Raises ValueError where matplotlib is missing or nothing was measured."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError(f"--plot needs matplotlib ({error}): pip install 'lora_stream[bench]'") from error
+    groups = [group for group in result.groups if any(way.seconds for way in group.ways)]
+    if not groups:
+        raise ValueError("nothing was measured, so there is nothing to plot")
+    panels = [
+        (group, draw) for group in groups for draw in (_times, _phases, _bytes) if draw is _times or _has(group, draw)
+    ]
+    heights = [0.9 + 0.32 * sum(bool(way.seconds) for way in group.ways) for group, _ in panels]
+    figure = Figure(figsize=(9, sum(heights) + 0.4), layout="constrained")
+    all_axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (group, draw) in zip(all_axes, panels, strict=True):
+        draw(axes, group)
+        axes.invert_yaxis()
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=8)
+        axes.title.set_fontsize(9)
+        axes.xaxis.label.set_fontsize(8)
+    figure.suptitle(f"lora-stream bench {result.benchmark}, {result.machine['cpu']}", fontsize=10)
+    figure.savefig(path, dpi=130)
+
+
+def _has(group: Group, draw) -> bool:
+    return any(way.phases if draw is _phases else way.num_bytes for way in group.ways)
+
+
+def _times(axes, group: Group) -> None:
+    ceiling = group.way(group.ceiling)
+    for i, way in enumerate(way for way in group.ways if way.seconds):
+        spread = Spread.of(way.seconds) if ceiling is None else way.over(ceiling)
+        kind = "ceiling" if way.name == group.ceiling else "ours" if way.name.startswith(group.ours) else "other"
+        error = [[spread.median - spread.low], [spread.high - spread.median]]
+        axes.barh(i, spread.median, color=_COLORS[kind], xerr=error, error_kw={"lw": 1})
+    names = [way.name for way in group.ways if way.seconds]
+    axes.set_yticks(range(len(names)), names)
+    if ceiling is not None:
+        axes.axvline(1, color="black", lw=0.8, ls="--")
+    axes.set_title(group.name, loc="left")
+    axes.set_xlabel("seconds" if ceiling is None else f"time over {group.ceiling}")
+
+
+def _stacked(axes, group: Group, parts_of, label: str, unit: float) -> None:
+    ways = [way for way in group.ways if parts_of(way)]
+    for part in dict.fromkeys(name for way in ways for name in parts_of(way)):
+        widths = [parts_of(way).get(part, 0) / unit for way in ways]
+        starts = [sum(value for name, value in _before(parts_of(way), part)) / unit for way in ways]
+        axes.barh(range(len(ways)), widths, left=starts, label=part)
+    axes.set_yticks(range(len(ways)), [way.name for way in ways])
+    axes.set_xlabel(label)
+    axes.legend(fontsize=7, frameon=False, loc="lower right")
+
+
+def _before(parts: dict, part: str):
+    for name, value in parts.items():
+        if name == part:
+            return
+        yield name, value
+
+
+def _phases(axes, group: Group) -> None:
+    _stacked(axes, group, lambda way: way.phases, "seconds", 1)
+
+
+def _bytes(axes, group: Group) -> None:
+    _stacked(axes, group, lambda way: way.num_bytes, "MiB", 2**20)

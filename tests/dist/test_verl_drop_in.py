@@ -1,0 +1,156 @@
+"""lora_stream.integrations.verl in verl's own FSDP engines, as they are installed, on gloo ranks. dist layer."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from lora_stream.checkpoint import load_train_meta
+from tests import oracle
+from tests.dist.verl_cases import ADAPTERS, CASES
+from tests.models import STEP, assert_matches, qwen2, with_lora
+
+ROOT = Path(__file__).parents[2]
+PEERS = Path(sys.prefix) / "peers"
+VERL = PEERS / "verl"
+
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.skipif(not VERL.exists(), reason=f"verl is not installed in {VERL}, see the Makefile"),
+]
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
+def work(request, tmp_path_factory):
+    """What verl_engines.py leaves of all cases."""
+    directory = tmp_path_factory.mktemp("verl")
+    for name, case in CASES.items():
+        base = qwen2(tied=case.get("tied", False))
+        base.save_pretrained(directory / name / "base")
+        if "adapter" in case:
+            with_lora(base, lora_alpha=6, **ADAPTERS[case["adapter"]]).save_pretrained(directory / name / "adapter")
+    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={request.param}"]
+    script = [ROOT / "tests" / "dist" / "verl_engines.py", directory, *CASES]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{VERL}:{PEERS}/common", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    done = subprocess.run(
+        [sys.executable, *command, *map(str, script)], capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    return directory
+
+
+def facts_of(work, name):
+    return json.loads((work / name / "facts.json").read_text())
+
+
+def exact(work, name):
+    """The model that the engine held, unsharded, and what its merged weights are by the formula."""
+    case = CASES[name]
+    dtype = torch.bfloat16 if case.get("model_dtype") == "bf16" else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(work / name / "base", dtype=dtype)
+    if "adapter" in case:
+        model = PeftModel.from_pretrained(model, work / name / "adapter")
+    else:
+        targets = ["q_proj", "v_proj", "down_proj"]
+        model = get_peft_model(model, LoraConfig(r=4, lora_alpha=6, target_modules=targets, task_type="CAUSAL_LM"))
+    whole = torch.load(work / name / "whole.pt")
+    missing, unexpected = model.to(dtype).load_state_dict(whole, strict=False)
+    assert not unexpected
+    assert not [key for key in missing if "lora_" in key or "q_proj" in key]
+    return oracle.expected(model, None if is_plain(work, name) else torch.bfloat16)
+
+
+def is_plain(work, name):
+    """verl sends the tensors of a single FSDP1 rank as they are."""
+    ranks = len(list((work / name / "saved" / "global_step_1").glob("model_world_size_*")))
+    return CASES[name]["strategy"] == "fsdp" and ranks == 1
+
+
+MERGED = [name for name in CASES if name not in ("fsdp2, not merged", "fsdp2, tie broken")]
+
+
+@pytest.mark.parametrize("name", MERGED)
+def test_the_patched_engine_streams_what_the_formula_says(work, name):
+    assert_matches(load_file(work / name / "ours.safetensors"), exact(work, name))
+    assert facts_of(work, name)["peft_config"]["ours"] is None
+
+
+# Where verl's own stream has the right names and merges everything.
+RIGHT = [name for name in MERGED if name != "fsdp2, modules_to_save"]
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_names_dtypes_and_values_are_verls_own_within_its_rounding(work, name):
+    ours, verls = (load_file(work / name / f"{label}.safetensors") for label in ("ours", "verl"))
+    if CASES[name].get("tied"):
+        del verls["lm_head.weight"]  # which verl sends beside the embedding that it is
+    assert ours.keys() == verls.keys()
+    # verl adds in the parameters' dtype, and then rounds to the wire's.
+    step = 2 * STEP[torch.bfloat16] if "bfloat16" in name else STEP[torch.bfloat16]
+    for tensor_name, tensor in verls.items():
+        assert ours[tensor_name].dtype == tensor.dtype, tensor_name
+        torch.testing.assert_close(ours[tensor_name], tensor, rtol=step, atol=step / 4, msg=tensor_name)
+
+
+def test_modules_to_save_arrive_under_their_names_which_verls_own_do_not(work):
+    name = "fsdp2, modules_to_save"
+    ours, verls = (load_file(work / name / f"{label}.safetensors") for label in ("ours", "verl"))
+    assert "lm_head.weight" in ours
+    assert "lm_head.weight" not in verls
+
+
+def test_a_tie_that_the_adapter_breaks_is_refused_where_verl_sends_it_unmerged(work):
+    name = "fsdp2, tie broken"
+    assert "lm_head" in facts_of(work, name)["refused"]
+    assert not (work / name / "ours.safetensors").exists()
+    base = load_file(work / name / "base" / "model.safetensors")["model.embed_tokens.weight"].bfloat16()
+    assert torch.equal(load_file(work / name / "verl.safetensors")["lm_head.weight"], base)
+
+
+def test_engines_that_do_not_merge_go_verls_own_way(work):
+    facts = facts_of(work, "fsdp2, not merged")
+    assert facts["peft_config"]["ours"]["r"] == 4
+    ours, verls = (load_file(work / "fsdp2, not merged" / f"{label}.safetensors") for label in ("ours", "verl"))
+    assert all("lora_" in key for key in ours)
+    assert ours.keys() == verls.keys()
+
+
+def test_shards_stay_where_they_are_where_verl_would_stage_them(work):
+    calls = facts_of(work, "fsdp2, offloaded")["calls"]
+    assert calls["verl"]["load_fsdp_model_to_gpu"] == 1
+    assert calls["ours"] == {"offload_fsdp_model_to_cpu": 1}
+
+
+def test_fsdp1_is_loaded_and_offloaded_once_by_the_streams_lifetime(work):
+    calls = facts_of(work, "fsdp, offloaded")["calls"]
+    assert calls["ours"] == {"load_fsdp_model_to_gpu": 1, "offload_fsdp_model_to_cpu": 1}
+    assert "offload_fsdp_model_to_cpu" not in facts_of(work, "fsdp")["calls"]["ours"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_model_is_as_it_was_and_undoing_the_patch_brings_verls_own_back(work, name):
+    facts = facts_of(work, name)
+    assert facts["same model"]
+    assert facts["is verl's own again"]
+
+
+@pytest.mark.parametrize("name", MERGED)
+def test_quantisation_aware_training_is_refused(work, name):
+    assert "qat.enable=True" in facts_of(work, name)["qat"]
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp", "fsdp2, rslora"])
+def test_checkpoints_carry_the_complete_metadata(work, name):
+    """Not the three fields that verl's manager knows, nor those that its handler writes over them."""
+    meta = load_train_meta(work / name / "saved" / "global_step_1")
+    assert (meta.r, meta.lora_alpha) == (4, 6)
+    if "rslora" in name:
+        assert meta.use_rslora
+        assert meta.rank_pattern == {"q_proj": 3}
