@@ -15,9 +15,13 @@ from lora_stream.vllm.worker import fingerprint
 
 
 def is_in_this_process(llm: LLM) -> bool:
-    """Whether the engine core and its one worker are objects here; otherwise all there is are calls."""
+    """Whether the engine core and a worker are objects here; otherwise all there is are calls.
+
+    With the external launcher every process of a tensor-parallel group has an LLM with a worker of its own, and loads its part.
+    """
     has_executor = getattr(llm.llm_engine, "model_executor", None) is not None
-    return has_executor and llm.llm_engine.vllm_config.parallel_config.world_size == 1
+    parallel = llm.llm_engine.vllm_config.parallel_config
+    return has_executor and (parallel.world_size == 1 or parallel.distributed_executor_backend == "external_launcher")
 
 
 class LLMEngine:
