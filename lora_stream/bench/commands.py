@@ -165,22 +165,27 @@ def sync(
 def compare(
     before: Annotated[Path, typer.Argument(help="What --json wrote, or an output that ends in its line.")],
     after: Annotated[Path, typer.Argument(help="The same of another commit, machine or setting.")],
+    json: Json = None,
+    plot: Plot = None,
 ) -> None:
     """Two results of one benchmark: ratios with their spread, and which of them are differences."""
-    from lora_stream.bench import results, showing
+    from lora_stream.bench import plotting, results, showing
 
-    out = Console()
     with _refusals():
         one, other = showing.read(before), showing.read(after)
         changes = results.changes(one, other)
         for key in one.machine:
-            if one.machine[key] != other.machine.get(key):
-                out.print(
-                    f"other machines: {key} {one.machine[key]} and {other.machine.get(key)}",
-                    style="yellow",
-                    markup=False,
-                )
-    out.print(showing.table_of_changes(changes))
+            if one.machine[key] != (its := other.machine.get(key)):
+                console.print(f"not the same {key}: {one.machine[key]} and {its}", style="yellow", markup=False)
+        console.print(showing.table_of_changes(changes))
+        if plot is not None:
+            plotting.plot_changes(changes, plot)
+        found = {
+            "benchmark": f"compare {one.benchmark}",
+            "machines": [one.machine, other.machine],
+            "changes": [change.to_dict() for change in changes],
+        }
+        showing.write(found, json)
 
 
 def _result(benchmark: str, config: dict, *distributions: str) -> "Result":
@@ -203,7 +208,7 @@ def _finish(found: "Result", json: Path | None, plot: Path | None) -> None:
     with _refusals():
         if plot is not None:
             plotting.plot(found, plot)
-        showing.write(found, json)
+        showing.write(found.to_dict(), json)
 
 
 @contextlib.contextmanager

@@ -207,21 +207,17 @@ def _on_path(path: str, run):
 def _peft(case: Case, buffers: list[Buffers]):
     from peft import LoraConfig, get_peft_model
 
-    def layer_of(b: Buffers):
-        linear = nn.Linear(case.cols, case.rows, bias=False, device="meta")
-        linear.weight = nn.Parameter(b.base, requires_grad=False)
-        model = get_peft_model(nn.Sequential(linear), LoraConfig(r=case.rank, lora_alpha=6, target_modules=["0"]))
-        layer = model.base_model.model[0]
-        layer.lora_A["default"].weight = nn.Parameter(b.lora_A)
-        layer.lora_B["default"].weight = nn.Parameter(b.lora_B)
-        return layer
-
-    turn = measuring.rotating([layer_of(b) for b in buffers])
+    linear = nn.Linear(case.cols, case.rows, bias=False, device=buffers[0].base.device, dtype=case.dtype)
+    model = get_peft_model(nn.Sequential(linear), LoraConfig(r=case.rank, lora_alpha=6, target_modules=["0"]))
+    layer = model.base_model.model[0]
+    turn = measuring.rotating(buffers)
 
     @torch.no_grad()
     def by_peft() -> None:
-        layer = next(turn)
-        (layer.get_base_layer().weight + layer.get_delta_weight("default")).to(torch.bfloat16)
+        b = next(turn)
+        linear.weight.data = b.base
+        layer.lora_A["default"].weight.data, layer.lora_B["default"].weight.data = b.lora_A, b.lora_B
+        (linear.weight + layer.get_delta_weight("default")).to(torch.bfloat16)
 
     return by_peft
 

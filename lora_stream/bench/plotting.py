@@ -2,17 +2,13 @@
 
 from pathlib import Path
 
-from lora_stream.bench.results import Group, Result, Spread
+from lora_stream.bench.results import Change, Group, Result, Spread
 
 _COLORS = {"ceiling": "#9a9a9a", "ours": "#2b6cb0", "other": "#dd8452"}
 
 
 def plot(result: Result, path: Path) -> None:
     """Raises ValueError where matplotlib is missing or nothing was measured."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError(f"--plot needs matplotlib ({error}): pip install 'lora_stream[bench]'") from error
     groups = [group for group in result.groups if any(way.seconds for way in group.ways)]
     if not groups:
         raise ValueError("nothing was measured, so there is nothing to plot")
@@ -20,7 +16,7 @@ def plot(result: Result, path: Path) -> None:
         (group, draw) for group in groups for draw in (_times, _phases, _bytes) if draw is _times or _has(group, draw)
     ]
     heights = [0.9 + 0.32 * sum(bool(way.seconds) for way in group.ways) for group, _ in panels]
-    figure = Figure(figsize=(9, sum(heights) + 0.4), layout="constrained")
+    figure = _figure(sum(heights) + 0.4)
     all_axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axes, (group, draw) in zip(all_axes, panels, strict=True):
         draw(axes, group)
@@ -31,6 +27,32 @@ def plot(result: Result, path: Path) -> None:
         axes.xaxis.label.set_fontsize(8)
     figure.suptitle(f"lora-stream bench {result.benchmark}, {result.machine['cpu']}", fontsize=10)
     figure.savefig(path, dpi=130)
+
+
+def plot_changes(changes: list[Change], path: Path) -> None:
+    """After over before of every way, with the spread."""
+    figure = _figure(0.9 + 0.32 * len(changes))
+    axes = figure.subplots()
+    colors = {"faster": "#2f855a", "slower": "#c53030"}
+    for i, change in enumerate(changes):
+        ratio = change.ratio
+        error = [[ratio.median - ratio.low], [ratio.high - ratio.median]]
+        axes.barh(
+            i, ratio.median, color=colors.get(change.verdict(), _COLORS["ceiling"]), xerr=error, error_kw={"lw": 1}
+        )
+    axes.set_yticks(range(len(changes)), [f"{change.group}: {change.way}" for change in changes], fontsize=7)
+    axes.invert_yaxis()
+    axes.axvline(1, color="black", lw=0.8, ls="--")
+    axes.set_xlabel("after over before")
+    figure.savefig(path, dpi=130)
+
+
+def _figure(height: float):
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError(f"--plot needs matplotlib ({error}): pip install 'lora_stream[bench]'") from error
+    return Figure(figsize=(9, height), layout="constrained")
 
 
 def _has(group: Group, draw) -> bool:

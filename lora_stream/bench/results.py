@@ -93,7 +93,7 @@ def verdict(way: Way, ours: Way) -> str:
     """What may be said of a way beside ours."""
     ratio = way.over(ours)
     if not ratio.is_difference():
-        return "no difference beyond the spread"
+        return "within the spread"
     return f"takes {ratio.median:.3g} times as long" if ratio.median > 1 else f"takes {ratio.median:.3g} of the time"
 
 
@@ -115,9 +115,12 @@ class Change:
             self.after.low / self.before.high, self.after.median / self.before.median, self.after.high / self.before.low
         )
 
+    def to_dict(self) -> dict:
+        return {**asdict(self), "ratio": self.ratio, "verdict": self.verdict()}
+
     def verdict(self) -> str:
         if not self.ratio.is_difference():
-            return "no difference beyond the spread"
+            return "within the spread"
         return "slower" if self.ratio.median > 1 else "faster"
 
 

@@ -97,9 +97,9 @@ def table_of_changes(changes: list[Change]) -> Table:
     return table
 
 
-def write(result: Result, path: Path | None) -> None:
+def write(found: dict, path: Path | None) -> None:
     """One JSON line at the end of the output, and into a file if one is asked for."""
-    line = json.dumps(result.to_dict())
+    line = json.dumps(found)
     if path is not None:
         path.write_text(line + "\n")
     print(line, flush=True)
