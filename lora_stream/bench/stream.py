@@ -101,14 +101,14 @@ def _measure(setup: Setup, progress: measuring.Progress) -> Group:
     torch.manual_seed(0)
     model = _make_model(setup)
     ways: dict[str, Callable[[], Items]] = {}
-    ways["bytes alone"] = _bytes_alone(model)
+    ways["bytes alone"] = bytes_alone(model)
     ways[OURS] = lambda: iter(MergedWeights(model, bucket_bytes=setup.bucket_bytes))
     ways["ours, trained scope"] = lambda: iter(MergedWeights(model, bucket_bytes=setup.bucket_bytes, scope="trained"))
     if setup.num_ranks > 1:
         ways["ours, to one sender"] = lambda: iter(
             MergedWeights(model, bucket_bytes=setup.bucket_bytes, gather="sender")
         )
-    ways["PEFT"] = lambda: _by_peft(model)
+    ways["PEFT"] = lambda: by_peft(model)
     missing: dict[str, str] = {}
     for path in setup.peers:
         _add_peer(path, model, ways, missing)
@@ -195,7 +195,7 @@ def _bytes_of(stream: Stream, all_bytes: int) -> dict[str, int]:
 
 
 @torch.no_grad()
-def _by_peft(model: nn.Module) -> Items:
+def by_peft(model: nn.Module) -> Items:
     model.merge_adapter()
     try:
         for name, tensor in model.state_dict().items():
@@ -206,7 +206,7 @@ def _by_peft(model: nn.Module) -> Items:
         model.unmerge_adapter()
 
 
-def _bytes_alone(model: nn.Module) -> Callable[[], Items]:
+def bytes_alone(model: nn.Module) -> Callable[[], Items]:
     """What the wire carries of every base parameter, tied ones once, and nothing else done."""
     parameters = {name: p.detach() for name, p in model.named_parameters() if "lora_" not in name}
     if not dist.is_initialized() or dist.get_world_size() == 1:

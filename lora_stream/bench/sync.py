@@ -26,7 +26,8 @@ from lora_stream.bench.results import Group, Spread, Way
 from lora_stream.engine_sync import sync
 from lora_stream.report import SyncReport
 
-LOADING, OURS, FULL, ADAPTER, MERGED = "vLLM's loading", "ours", "ours, full", "adapter", "merged"
+LOADING, OURS, FULL, IN_PLACE = "vLLM's loading", "ours", "ours, full", "ours, in place"
+ADAPTER, MERGED = "adapter", "merged"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +57,9 @@ def bench(setup: Setup, *, progress: measuring.Progress) -> list[Group]:
         model = models.with_lora(model, setup.rank)
         progress("starting an engine")
         with _engine(directory, setup) as llm:
-            ways, reports = _sync_ways(model, llm, directory, Path(shm))
+            ways, reports, missing = _sync_ways(model, llm, directory, Path(shm))
             syncs = _measure(ways, reports, model, setup.repeats, progress)
+            syncs.ways += [Way(name=name, missing=reason) for name, reason in missing.items()]
             tokens = {batch: [_seconds_per_token(llm, batch, setup, progress)] for batch in setup.batches}
         progress("starting an engine with LoRA")
         with _engine(directory, setup, enable_lora=True, max_loras=1, max_lora_rank=max(8, setup.rank)) as llm:
@@ -109,7 +111,10 @@ def _engine(directory: Path, setup: Setup, **kwargs) -> Iterator:
         llm.llm_engine.engine_core.shutdown()
 
 
-def _sync_ways(model: nn.Module, llm, directory: Path, shm: Path) -> tuple[dict, dict[str, list[SyncReport]]]:
+def _sync_ways(
+    model: nn.Module, llm, directory: Path, shm: Path
+) -> tuple[dict, dict[str, list[SyncReport]], dict[str, str]]:
+    """The ways, the reports that they will leave, and why others are missing."""
     for file in directory.iterdir():
         if file.suffix == ".json" and not file.name.endswith(".index.json"):
             (shm / file.name).write_bytes(file.read_bytes())
@@ -127,13 +132,20 @@ def _sync_ways(model: nn.Module, llm, directory: Path, shm: Path) -> tuple[dict,
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(shm)})
         assert llm.reset_prefix_cache()
 
+    missing = {}
     ways = {
         FULL: lambda: reports[FULL].append(sync(model, llm, full=True)),
         OURS: lambda: reports[OURS].append(sync(model, llm)),
         "pickled RPC": by_pickle,
         "safetensors": by_safetensors,
     }
-    return ways, reports
+    try:
+        sync(model, llm, in_place=True, full=True)
+        ways[IN_PLACE] = lambda: reports[IN_PLACE].append(sync(model, llm, in_place=True))
+        reports[IN_PLACE] = []
+    except ValueError as error:  # the CPU packs weights for its kernels
+        missing[IN_PLACE] = f"not run: {error}"
+    return ways, reports, missing
 
 
 @torch.no_grad()

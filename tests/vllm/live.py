@@ -109,6 +109,17 @@ def logprobs_in_a_process(directory: Path, dtype: torch.dtype, prompts=PROMPTS, 
     return json.loads(line.removeprefix("LOGPROBS"))
 
 
+def save_tokenizer(directory: Path, size: int) -> None:
+    """A word for each token, for who wants texts: w0, w1, ..."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(size)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"unk_token": "w0", "pad_token": "w1", "eos_token": "w2"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(directory)
+
+
 class Server:
     """A vLLM API server in processes of its own: the server, its engine core and a worker."""
 

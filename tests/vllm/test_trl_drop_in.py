@@ -30,15 +30,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def base_with_tokenizer(base):
     """TRL wants a tokenizer: a word for each token."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import AutoConfig, PreTrainedTokenizerFast
-
-    size = AutoConfig.from_pretrained(base).vocab_size
-    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(size)}, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", pad_token="w1", eos_token="w2").save_pretrained(
-        base
-    )
+    live.save_tokenizer(base, live.SIZES["vocab_size"])
     return base
 
 

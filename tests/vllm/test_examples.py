@@ -1,0 +1,73 @@
+"""The examples run, in short form, on a tiny model with random weights. vllm layer."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed; `make test` installs it where it can be had")
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.vllm import live
+
+ROOT = Path(__file__).parents[2]
+COMMON = Path(sys.prefix) / "peers" / "common"
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """A word for each token."""
+    directory = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(5)
+    live.save_tokenizer(directory, 1021)
+    LlamaForCausalLM(LlamaConfig(**live.SIZES)).to(torch.bfloat16).save_pretrained(directory)
+    return directory
+
+
+def run(name, *arguments, launcher=(), path=""):
+    command = [sys.executable, *launcher, ROOT / "examples" / name, *arguments]
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_WAIT_POLICY": "passive"}
+    if name != "grpo_loop.py":
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment, timeout=400)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_the_grpo_loop_keeps_engine_and_trainer_on_one_policy_and_shows_when_they_are_not(directory):
+    """At a learning rate that moves the policy far with every step."""
+    short = ["--model", directory, "--steps", 3, "--prompts", 2, "--samples", 4, "--tokens", 6, "--learning-rate", 0.03]
+    steps = json.loads(run("grpo_loop.py", *short).splitlines()[-1])["steps"]
+    broken = json.loads(run("grpo_loop.py", *short, "--break-sync").splitlines()[-1])["steps"]
+    assert steps[0] == broken[0]
+    assert min(step["corr"] for step in steps) > 0.99
+    assert broken[-1]["corr"] < 0.9
+    assert broken[-1]["diff"] > 10 * max(step["diff"] for step in steps)
+
+
+def test_two_fsdp2_ranks_sync_into_the_engine_of_the_first(directory):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    shown = run("fsdp2_to_vllm.py", "--model", directory, "--steps", 2, launcher=launcher)
+    assert len(re.findall(r"step \d, rank \d: loss .* scope trained, 14 tensors merged", shown)) == 4
+    assert shown.count("the engine answers") == 2
+
+
+def test_a_trainer_syncs_into_a_server_in_another_process(directory):
+    shown = run("http_server.py", "--model", directory, "--steps", 2)
+    assert len(re.findall(r"step \d: loss .* tensors merged", shown)) == 2
+    assert "{'weight_version': 'step 1'}" in shown
+
+
+@pytest.mark.skipif(not (COMMON / "ray").exists(), reason=f"Ray is not installed in {COMMON}, see the Makefile")
+def test_ray_actors_sync_through_vllms_own_client(directory):
+    shown = run("ray_actors.py", "--model", directory, "--steps", 2, path=str(COMMON))
+    assert "before: ('default'," in shown
+    assert re.findall(r"step (\d): loss [\d.]+, version and answer \('step (\d)'", shown) == [("0", "0"), ("1", "1")]
