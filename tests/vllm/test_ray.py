@@ -2,20 +2,25 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[2]
+COMMON = Path(sys.prefix) / "peers" / "common"
+sys.path.append(str(COMMON))  # last: what is there is for who finds it nowhere else
+
 pytest.importorskip("vllm", reason="vLLM is not installed; `make test` installs it where it can be had")
 pytest.importorskip("ray", reason="Ray is not installed; tests/unit/test_clients.py has the calls")
 
-import ray
-import torch
-from transformers import AutoModelForCausalLM
+import ray  # noqa: E402
+import torch  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
 
-import lora_stream
-from tests.models import fill, with_lora
-from tests.vllm import live
+import lora_stream  # noqa: E402
+from tests.models import fill, with_lora  # noqa: E402
+from tests.vllm import live  # noqa: E402
 
 pytestmark = pytest.mark.vllm
 
@@ -52,8 +57,9 @@ class Rollout:
 
 
 @pytest.fixture
-def local_ray():
-    environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+def local_ray(monkeypatch):
+    environment = {"PYTHONPATH": f"{ROOT}:{COMMON}", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    monkeypatch.setenv("PYTHONPATH", environment["PYTHONPATH"])  # for Ray's own processes
     ray.init(
         num_cpus=2,
         include_dashboard=False,
