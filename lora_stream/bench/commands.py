@@ -48,16 +48,16 @@ def merge(
     from lora_stream.bench import models
 
     with _refusals():
-        shapes = {f"shape {i + 1}": _shape(text) for i, text in enumerate(shape)} if shape else {}
+        shapes = [("", _shape(text)) for text in shape]
         if shape and model:
             raise ValueError("give --model or --shape, not both")
         for name, found in {} if shape else models.size_named(model or "llama-3-8b").shapes().items():
-            if found not in shapes.values():  # q and o, gate and up are one to a kernel
-                shapes[name] = found
+            if found not in [each for _, each in shapes]:  # q and o, gate and up are one to a kernel
+                shapes.append((name, found))
         on = _device(device)
         cases = [
             benchmark.Case(label=label, rows=rows, cols=cols, rank=rank, dtype=_dtype(dtype), threads=count)
-            for label, (rows, cols) in shapes.items()
+            for label, (rows, cols) in shapes
             for dtype in dtypes.split(",")
             for rank in _numbers("--ranks", ranks)
             for count in _numbers("--threads", threads or str(torch.get_num_threads()))

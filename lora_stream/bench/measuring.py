@@ -95,7 +95,7 @@ def _status(key: str) -> int:
 
 def machine() -> dict[str, object]:
     found: dict[str, object] = {
-        "cpu": _processor(),
+        "cpu": processor(),
         "cores": len(os.sched_getaffinity(0)),
         "cpu_path": _C.cpu_path(),
         "memory_GiB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
@@ -105,7 +105,7 @@ def machine() -> dict[str, object]:
     return found
 
 
-def _processor() -> str:
+def processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

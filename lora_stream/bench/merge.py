@@ -26,7 +26,7 @@ CEILING, OURS = "copy", "ours"
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    label: str  # of the shape
+    label: str  # of the shape, or none
     rows: int
     cols: int
     rank: int
@@ -41,7 +41,8 @@ class Case:
     @property
     def name(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.label} {self.rows} x {self.cols}, {dtype}, r={self.rank}, {self.threads} threads"
+        label = f"{self.label} " if self.label else ""
+        return f"{label}{self.rows} x {self.cols}, {dtype}, r={self.rank}, {self.threads} threads"
 
 
 @dataclass

@@ -58,7 +58,7 @@ def _size(architecture, hidden, intermediate, num_layers, num_heads, num_kv_head
 
 
 SIZES = {
-    "tiny": _size("qwen3", 64, 96, 2, 4, 2, 16, 128, True),  # to try a command with
+    "tiny": _size("qwen3", 128, 208, 2, 4, 2, 32, 256, True),  # to try a command with
     "qwen3-0.6b": _size("qwen3", 1024, 3072, 28, 16, 8, 128, 151936, True),
     "llama-3-8b": _size("llama", 4096, 14336, 32, 32, 8, 128, 128256, False),
     "qwen3-32b": _size("qwen3", 5120, 25600, 64, 64, 8, 128, 151936, False),

@@ -101,6 +101,7 @@ def _engine(directory: Path, setup: Setup, **kwargs) -> Iterator:
         max_num_seqs=max(setup.batches),
         disable_log_stats=True,
         gpu_memory_utilization=0.5,
+        use_tqdm_on_load=False,
         worker_extension_cls="lora_stream.bench.sync_worker.Extension",
         weight_transfer_config={"backend": "lora_stream"},
         **kwargs,
