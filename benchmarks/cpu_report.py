@@ -26,21 +26,21 @@ SMALL = "--model qwen3-0.6b --layers 12 --vocab 32768"
 
 # title, command, what of the peers is in the path
 SET = [
-    ("One merge", "bench merge --shape 4096x4096 --ranks 8,16,64 --repeats 5", ()),
-    ("One merge of a DoRA", "bench merge --dora --shape 4096x4096 --ranks 8,16,64 --repeats 5", ()),
+    ("One merge", "bench merge --shape 4096x4096 --ranks 8,16,64 --repeats 4", ()),
+    ("One merge of a DoRA", "bench merge --dora --shape 4096x4096 --ranks 8,16,64 --repeats 4", ()),
     (
         "A pass over a model, beside verl",
-        f"bench stream {SMALL} --ranks 0,1,2 --bucket-mib 16 --repeats 4 --peer benchmarks/peers/verl_merged_lora.py",
+        f"bench stream {SMALL} --ranks 0,1,2 --bucket-mib 16 --repeats 3 --peer benchmarks/peers/verl_merged_lora.py",
         ("verl", "common"),
     ),
     (
         "A pass over a model, beside TRL",
-        f"bench stream {SMALL} --ranks 0,2 --bucket-mib 16 --repeats 4 --peer benchmarks/peers/trl_sync_weights.py",
+        f"bench stream {SMALL} --ranks 0,2 --bucket-mib 16 --repeats 3 --peer benchmarks/peers/trl_sync_weights.py",
         ("trl", "common"),
     ),
     (
         "A sync into a live vLLM",
-        "bench sync --model qwen3-0.6b --layers 8 --vocab 16384 --batch 1,8 --tokens 10 --repeats 4",
+        "bench sync --model qwen3-0.6b --layers 8 --vocab 16384 --batch 1,8 --tokens 10 --repeats 3",
         (),
     ),
 ]

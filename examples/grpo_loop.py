@@ -9,7 +9,7 @@ numbers that tell whether the engine samples from the policy that is trained, ov
     diff      mean |p_engine - p_trainer|     flat with a sync, grows without
     corr      their correlation               near 1 with a sync, falls without
 
-About 4 minutes on two cores, a minute of it to load and start. The engine computes in bfloat16, the trainer in float32.
+A few minutes on two cores, half of one to load and start. The engine computes in bfloat16, the trainer in float32.
 """
 
 import argparse

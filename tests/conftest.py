@@ -12,6 +12,7 @@ for _name, _value in {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    "COLUMNS": "160",  # wide enough for tables, whatever runs the tests
     # Trainers, engines and other tests share the cores: idle OpenMP threads of the one would spin on the other's time.
     "OMP_WAIT_POLICY": "passive",
 }.items():

@@ -15,9 +15,9 @@ import os
 import statistics
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -29,7 +29,7 @@ from lora_stream.bench import measuring, models
 from lora_stream.bench.results import Group, Way
 from lora_stream.merged_weights import MergedWeights, Stream
 
-OURS = "ours"
+CEILING, OURS = "bytes alone", "ours"
 Items = Iterator[tuple[str, torch.Tensor]]
 
 
@@ -100,53 +100,73 @@ def _measure(setup: Setup, progress: measuring.Progress) -> Group:
     """On every rank; what it returns on the first counts."""
     torch.manual_seed(0)
     model = _make_model(setup)
-    ways: dict[str, Callable[[], Items]] = {}
-    ways["bytes alone"] = bytes_alone(model)
-    ways[OURS] = lambda: iter(MergedWeights(model, bucket_bytes=setup.bucket_bytes))
-    ways["ours, trained scope"] = lambda: iter(MergedWeights(model, bucket_bytes=setup.bucket_bytes, scope="trained"))
+    ways, missing = _ways(model, setup)
+    all_bytes = MergedWeights(model).plan.num_bytes
+    seen = {name: _Seen() for name in ways}
+    for round_ in range(setup.repeats + 1):
+        for name in [name for name in ways if name not in missing]:
+            progress(name)
+            try:
+                seconds, extra, items = _run(ways[name], setup.device)
+            except Exception as error:  # a peer's own failure on this model is a finding; ours is not
+                if name.startswith(OURS):
+                    raise
+                missing[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+                continue
+            if round_:
+                seen[name].add(seconds, extra, items, all_bytes)
+    rows = [found.way(name) for name, found in seen.items() if name not in missing]
+    rows += [Way(name=name, missing=why) for name, why in missing.items()]
+    return Group(name=setup.name, ceiling=CEILING, ours=OURS, ways=rows)
+
+
+def _ways(model: nn.Module, setup: Setup) -> tuple[dict[str, Callable[[], Items]], dict[str, str]]:
+    """Functions that begin a pass, by name; and why others are missing."""
+
+    def ours(**kwargs) -> Callable[[], Items]:
+        return lambda: iter(MergedWeights(model, bucket_bytes=setup.bucket_bytes, **kwargs))
+
+    ways = {CEILING: bytes_alone(model), OURS: ours(), f"{OURS}, trained scope": ours(scope="trained")}
     if setup.num_ranks > 1:
-        ways["ours, to one sender"] = lambda: iter(
-            MergedWeights(model, bucket_bytes=setup.bucket_bytes, gather="sender")
-        )
+        ways[f"{OURS}, to one sender"] = ours(gather="sender")
     ways["PEFT"] = lambda: by_peft(model)
     missing: dict[str, str] = {}
     for path in setup.peers:
         _add_peer(path, model, ways, missing)
-    all_bytes = MergedWeights(model).plan.num_bytes
-    rows = {name: Way(name=name) for name in ways}
-    extra: dict[str, list[int]] = {name: [] for name in ways}
-    merging: dict[str, list[float]] = {name: [] for name in ways}
-    gathering: dict[str, list[float]] = {name: [] for name in ways}
-    for round_ in range(setup.repeats + 1):
-        for name, way in ways.items():
-            if name in missing:
-                continue
-            progress(name)
-            try:
-                seconds, num_bytes, items = _run(way, setup.device)
-            except Exception as error:  # a peer's own failure on this model is a finding; ours is not
-                if name == OURS or name.startswith(f"{OURS},"):
-                    raise
-                missing[name] = f"{type(error).__name__}: {error}".splitlines()[0]
-                continue
-            if not round_:
-                continue
-            rows[name].seconds.append(seconds)
-            extra[name].append(num_bytes)
-            if isinstance(items, Stream):
-                merging[name].append(items.stats.seconds_merge - items.stats.traffic.seconds_gathering)
-                gathering[name].append(items.stats.traffic.seconds_gathering)
-                rows[name].num_bytes = _bytes_of(items, all_bytes)
-    for name, row in rows.items():
-        row.extra_bytes = round(statistics.median(extra[name])) if extra[name] else None
-        if merging[name]:
-            merge, gather = statistics.median(merging[name]), statistics.median(gathering[name])
-            rest = statistics.median(row.seconds) - merge - gather
-            row.phases = {"merge and copy": merge, "gather": gather, "plan and hand over": max(0.0, rest)}
-        if name in missing:
-            row.seconds, row.missing = [], missing[name]
-    rows |= {name: Way(name=name, missing=why) for name, why in missing.items() if name not in rows}
-    return Group(name=setup.name, ceiling="bytes alone", ours=OURS, ways=list(rows.values()))
+    return ways, missing
+
+
+@dataclass
+class _Seen:
+    """What the rounds that count have shown of a way."""
+
+    seconds: list[float] = field(default_factory=list)
+    extra: list[int] = field(default_factory=list)
+    phases: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    num_bytes: dict[str, int] = field(default_factory=dict)
+
+    def add(self, seconds: float, extra: int, items: Items, all_bytes: int) -> None:
+        self.seconds.append(seconds)
+        self.extra.append(extra)
+        if isinstance(items, Stream):
+            gather = items.stats.traffic.seconds_gathering
+            merge = items.stats.seconds_merge - gather
+            for phase, took in {
+                "merge and copy": merge,
+                "gather": gather,
+                "plan and hand over": seconds - merge - gather,
+            }.items():
+                self.phases[phase].append(max(0.0, took))
+            self.num_bytes = _bytes_of(items, all_bytes)
+
+    def way(self, name: str) -> Way:
+        return Way(
+            name=name,
+            seconds=self.seconds,
+            phases={phase: statistics.median(took) for phase, took in self.phases.items()},
+            num_bytes=self.num_bytes,
+            extra_bytes=round(statistics.median(self.extra)),
+        )
 
 
 def _make_model(setup: Setup) -> nn.Module:
