@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from lora_stream.bench.results import Change, Group, Result, Spread
+from lora_stream.bench.results import Change, Group, Result, Spread, Way
 
 _COLORS = {"ceiling": "#9a9a9a", "ours": "#2b6cb0", "other": "#dd8452"}
 
@@ -12,10 +12,8 @@ def plot(result: Result, path: Path) -> None:
     groups = [group for group in result.groups if any(way.seconds for way in group.ways)]
     if not groups:
         raise ValueError("nothing was measured, so there is nothing to plot")
-    panels = [
-        (group, draw) for group in groups for draw in (_times, _phases, _bytes) if draw is _times or _has(group, draw)
-    ]
-    heights = [0.9 + 0.32 * sum(bool(way.seconds) for way in group.ways) for group, _ in panels]
+    panels = [(group, draw) for group in groups for draw in (_times, _phases, _bytes) if _shown(group, draw)]
+    heights = [0.9 + 0.32 * len(_shown(group, draw)) for group, draw in panels]
     figure = _figure(sum(heights) + 0.4)
     all_axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axes, (group, draw) in zip(all_axes, panels, strict=True):
@@ -55,8 +53,10 @@ def _figure(height: float):
     return Figure(figsize=(9, height), layout="constrained")
 
 
-def _has(group: Group, draw) -> bool:
-    return any(way.phases if draw is _phases else way.num_bytes for way in group.ways)
+def _shown(group: Group, draw) -> list[Way]:
+    """The ways that a panel has bars of."""
+    of = {_times: lambda way: way.seconds, _phases: lambda way: way.phases, _bytes: lambda way: way.num_bytes}[draw]
+    return [way for way in group.ways if of(way)]
 
 
 def _times(axes, group: Group) -> None:
@@ -78,11 +78,11 @@ def _stacked(axes, group: Group, parts_of, label: str, unit: float) -> None:
     ways = [way for way in group.ways if parts_of(way)]
     for part in dict.fromkeys(name for way in ways for name in parts_of(way)):
         widths = [parts_of(way).get(part, 0) / unit for way in ways]
-        starts = [sum(value for name, value in _before(parts_of(way), part)) / unit for way in ways]
-        axes.barh(range(len(ways)), widths, left=starts, label=part)
+        starts = [sum(value for _, value in _before(parts_of(way), part)) / unit for way in ways]
+        axes.barh(range(len(ways)), widths, height=0.6, left=starts, label=part)
     axes.set_yticks(range(len(ways)), [way.name for way in ways])
-    axes.set_xlabel(label)
-    axes.legend(fontsize=7, frameon=False, loc="lower right")
+    axes.set_title(label, loc="left")
+    axes.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def _before(parts: dict, part: str):
@@ -93,8 +93,21 @@ def _before(parts: dict, part: str):
 
 
 def _phases(axes, group: Group) -> None:
-    _stacked(axes, group, lambda way: way.phases, "seconds", 1)
+    _stacked(axes, group, lambda way: way.phases, "what its seconds went into", 1)
 
 
 def _bytes(axes, group: Group) -> None:
-    _stacked(axes, group, lambda way: way.num_bytes, "MiB", 2**20)
+    """What became of the checkpoint; what came from other ranks for it is told beside."""
+    _stacked(
+        axes,
+        group,
+        lambda way: {what: count for what, count in way.num_bytes.items() if what != "gathered"},
+        "what became of the bytes, MiB",
+        2**20,
+    )
+    for i, way in enumerate(way for way in group.ways if way.num_bytes):
+        if gathered := way.num_bytes.get("gathered"):
+            end = sum(count for what, count in way.num_bytes.items() if what != "gathered") / 2**20
+            axes.text(
+                end, i, f"{gathered / 2**20:.3g} MiB gathered ", fontsize=7, va="center", ha="right", color="white"
+            )

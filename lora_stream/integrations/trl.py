@@ -12,6 +12,8 @@ names and shapes before it loads, and `report` on the VLLMGeneration tells of th
     server, backend "nccl"                  through TRL's own communicator, a full stream each time
 """
 
+import sys
+
 from torch import nn
 
 from lora_stream.engine_sync import sync
@@ -42,7 +44,7 @@ def patch() -> Patch:
     def make_sync_weights(original):
         def sync_weights(self):
             backend = None if self.mode == "colocate" else _backend_for_all(self)
-            if not any(True for _ in lora_layers(self.model)) and backend != "lora_stream":
+            if not _has_lora(self.model) and backend != "lora_stream":
                 return original(self)
             return _sync_weights(self, backend)
 
@@ -52,6 +54,10 @@ def patch() -> Patch:
     found.replace(VLLMClient, "init_communicator", make_init_communicator)
     found.replace(VLLMGeneration, "sync_weights", make_sync_weights)
     return found
+
+
+def _has_lora(model: nn.Module) -> bool:
+    return "peft" in sys.modules and any(True for _ in lora_layers(model))
 
 
 def _backend(client) -> str | None:

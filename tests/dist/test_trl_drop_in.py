@@ -1,33 +1,19 @@
 """lora_stream.integrations.trl in TRL's own VLLMGeneration, sharded over gloo ranks. dist layer; tests/vllm has live engines."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
+from tests import peers
 from tests.models import assert_matches
 
-ROOT = Path(__file__).parents[2]
-PEERS = Path(sys.prefix) / "peers"
-TRL = PEERS / "trl"
-
-pytestmark = [
-    pytest.mark.dist,
-    pytest.mark.skipif(not TRL.exists(), reason=f"TRL is not installed in {TRL}, see the Makefile"),
-]
+pytestmark = [pytest.mark.dist, peers.needs(peers.TRL)]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     directory = tmp_path_factory.mktemp("trl")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += [str(ROOT / "tests" / "dist" / "trl_ranks.py"), str(directory)]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{TRL}:{PEERS}/common"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    script = peers.ROOT / "tests" / "dist" / "trl_ranks.py"
+    peers.run(*peers.TORCHRUN, "--nproc_per_node=2", script, directory, path=(peers.TRL, peers.COMMON))
     return [torch.load(directory / f"{rank}.pt") for rank in range(2)]
 
 

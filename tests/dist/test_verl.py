@@ -5,32 +5,20 @@ processes here have in their path.
 """
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from lora_stream.checkpoint import load_train_meta, merge, save_train_meta
+from tests import peers
 from tests.checkpoints import weights_in
 from tests.models import assert_equal, qwen2, with_lora
 
-ROOT = Path(__file__).parents[2]
-PEERS = Path(sys.prefix) / "peers"
-VERL = PEERS / "verl"
-
-pytestmark = [
-    pytest.mark.dist,
-    pytest.mark.skipif(not VERL.exists(), reason=f"verl is not installed in {VERL}, see the Makefile"),
-]
+pytestmark = [pytest.mark.dist, peers.needs(peers.VERL)]
 
 
 def run(*arguments):
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{VERL}:{PEERS}/common", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-    done = subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    peers.run(*arguments, path=(peers.VERL, peers.COMMON))
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +26,8 @@ def saved(tmp_path_factory):
     """What verl's manager saves on two ranks, by strategy: model shards, the whole model beside them, or the adapter alone."""
     directory = tmp_path_factory.mktemp("verl")
     qwen2(tied=True).save_pretrained(directory / "base")
-    script = ROOT / "tests" / "dist" / "verl_ranks.py"
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script]
-    run(*torchrun, directory / "base", directory, "fsdp2:model,hf_model", "fsdp2:model,lora_only", "fsdp:model")
+    script = peers.ROOT / "tests" / "dist" / "verl_ranks.py"
+    run(*peers.TORCHRUN, "--nproc_per_node=2", script, directory / "base", directory, "fsdp2:model,hf_model", "fsdp2:model,lora_only", "fsdp:model")
     return directory
 
 

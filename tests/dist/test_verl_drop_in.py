@@ -1,10 +1,6 @@
 """lora_stream.integrations.verl in verl's own FSDP engines, as they are installed, on gloo ranks. dist layer."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,18 +9,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from lora_stream.checkpoint import load_train_meta
-from tests import oracle
+from tests import oracle, peers
 from tests.dist.verl_cases import ADAPTERS, CASES
 from tests.models import STEP, assert_matches, qwen2, with_lora
 
-ROOT = Path(__file__).parents[2]
-PEERS = Path(sys.prefix) / "peers"
-VERL = PEERS / "verl"
-
-pytestmark = [
-    pytest.mark.dist,
-    pytest.mark.skipif(not VERL.exists(), reason=f"verl is not installed in {VERL}, see the Makefile"),
-]
+pytestmark = [pytest.mark.dist, peers.needs(peers.VERL)]
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
@@ -36,13 +25,8 @@ def work(request, tmp_path_factory):
         base.save_pretrained(directory / name / "base")
         if "adapter" in case:
             with_lora(base, lora_alpha=6, **ADAPTERS[case["adapter"]]).save_pretrained(directory / name / "adapter")
-    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={request.param}"]
-    script = [ROOT / "tests" / "dist" / "verl_engines.py", directory, *CASES]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{VERL}:{PEERS}/common", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-    done = subprocess.run(
-        [sys.executable, *command, *map(str, script)], capture_output=True, text=True, env=environment, timeout=300
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    script = (peers.ROOT / "tests" / "dist" / "verl_engines.py", directory, *CASES)
+    peers.run(*peers.TORCHRUN, f"--nproc_per_node={request.param}", *script, path=(peers.VERL, peers.COMMON))
     return directory
 
 
@@ -144,6 +128,10 @@ def test_the_model_is_as_it_was_and_undoing_the_patch_brings_verls_own_back(work
 @pytest.mark.parametrize("name", MERGED)
 def test_quantisation_aware_training_is_refused(work, name):
     assert "qat.enable=True" in facts_of(work, name)["qat"]
+
+
+def test_the_setting_of_the_recipe_patches_every_worker(work):
+    assert {path.read_text() for path in work.glob("external_lib_*")} == {"lora_stream.integrations.verl"}
 
 
 @pytest.mark.parametrize("name", ["fsdp2", "fsdp", "fsdp2, rslora"])

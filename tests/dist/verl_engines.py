@@ -142,6 +142,14 @@ def main():
                     tensors = {name: tensor.contiguous().clone() for name, tensor in results[label].items()}
                     save_file(tensors, directory / f"{label}.safetensors")
         dist.barrier()
+    # Last, because it stays: the setting that has every worker import a module.
+    settings = {"path": str(Path(work) / wishes[0] / "base"), "load_tokenizer": False}
+    attention = {"attn_implementation": "eager"}
+    HFModelConfig(
+        **settings, override_config=attention, external_lib="lora_stream.integrations.verl_external_lib"
+    )
+    home = transformer_impl.FSDPEngine.get_per_tensor_param.__module__
+    (Path(work) / f"external_lib_{dist.get_rank()}").write_text(home)
     dist.destroy_process_group()
 
 

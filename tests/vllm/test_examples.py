@@ -1,11 +1,7 @@
 """The examples run, in short form, on a tiny model with random weights. vllm layer."""
 
 import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,10 +10,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed; `make test` installs 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests import peers
 from tests.vllm import live
-
-ROOT = Path(__file__).parents[2]
-COMMON = Path(sys.prefix) / "peers" / "common"
 
 pytestmark = pytest.mark.vllm
 
@@ -32,14 +26,10 @@ def directory(tmp_path_factory):
     return directory
 
 
-def run(name, *arguments, launcher=(), path=""):
-    command = [sys.executable, *launcher, ROOT / "examples" / name, *arguments]
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_WAIT_POLICY": "passive"}
-    if name != "grpo_loop.py":
-        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment, timeout=400)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    return done.stdout
+def run(name, *arguments, launcher=(), path=()):
+    in_processes = {} if name == "grpo_loop.py" else {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    script = peers.ROOT / "examples" / name
+    return peers.run(*launcher, script, *arguments, path=path, timeout=400, **in_processes)
 
 
 def test_the_grpo_loop_keeps_engine_and_trainer_on_one_policy_and_shows_when_they_are_not(directory):
@@ -54,7 +44,7 @@ def test_the_grpo_loop_keeps_engine_and_trainer_on_one_policy_and_shows_when_the
 
 
 def test_two_fsdp2_ranks_sync_into_the_engine_of_the_first(directory):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    launcher = [*peers.TORCHRUN, "--nproc_per_node=2"]
     shown = run("fsdp2_to_vllm.py", "--model", directory, "--steps", 2, launcher=launcher)
     assert len(re.findall(r"step \d, rank \d: loss .* scope trained, 14 tensors merged", shown)) == 4
     assert shown.count("the engine answers") == 2
@@ -66,8 +56,8 @@ def test_a_trainer_syncs_into_a_server_in_another_process(directory):
     assert "{'weight_version': 'step 1'}" in shown
 
 
-@pytest.mark.skipif(not (COMMON / "ray").exists(), reason=f"Ray is not installed in {COMMON}, see the Makefile")
+@peers.needs(peers.COMMON / "ray")
 def test_ray_actors_sync_through_vllms_own_client(directory):
-    shown = run("ray_actors.py", "--model", directory, "--steps", 2, path=str(COMMON))
+    shown = run("ray_actors.py", "--model", directory, "--steps", 2, path=(peers.COMMON,))
     assert "before: ('default'," in shown
     assert re.findall(r"step (\d): loss [\d.]+, version and answer \('step (\d)'", shown) == [("0", "0"), ("1", "1")]

@@ -3,24 +3,23 @@
 import json
 import os
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-COMMON = Path(sys.prefix) / "peers" / "common"
+from tests.peers import COMMON, ROOT
+
 sys.path.append(str(COMMON))  # last: what is there is for who finds it nowhere else
 
 pytest.importorskip("vllm", reason="vLLM is not installed; `make test` installs it where it can be had")
 pytest.importorskip("ray", reason="Ray is not installed; tests/unit/test_clients.py has the calls")
 
-import ray  # noqa: E402
-import torch  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
+import ray
+import torch
+from transformers import AutoModelForCausalLM
 
-import lora_stream  # noqa: E402
-from tests.models import fill, with_lora  # noqa: E402
-from tests.vllm import live  # noqa: E402
+import lora_stream
+from tests.models import fill, with_lora
+from tests.vllm import live
 
 pytestmark = pytest.mark.vllm
 

@@ -1,10 +1,6 @@
 """lora_stream.integrations.trl in TRL's own GRPO trainer, as it is installed, with live engines. vllm layer."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,16 +11,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import lora_stream
+from tests import peers
 from tests.vllm import live
 
-ROOT = Path(__file__).parents[2]
-PEERS = Path(sys.prefix) / "peers"
-TRL = PEERS / "trl"
-
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(not TRL.exists(), reason=f"TRL is not installed in {TRL}, see the Makefile"),
-]
+pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +25,8 @@ def base_with_tokenizer(base):
 
 
 def run(where, base, out):
-    command = [sys.executable, ROOT / "tests" / "vllm" / "trl_run.py", where, base, out]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{TRL}:{PEERS}/common"}
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment, timeout=400)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    script = peers.ROOT / "tests" / "vllm" / "trl_run.py"
+    peers.run(script, where, base, out, path=(peers.TRL, peers.COMMON), timeout=400)
     return json.loads((out / "facts.json").read_text())
 
 
@@ -52,6 +40,7 @@ def check(facts):
     assert facts["is TRL's own again"]
 
 
+@peers.needs(peers.TRL)
 def test_a_colocated_engine_ends_on_the_policy_that_grpo_trained(base_with_tokenizer, tmp_path):
     check(run("colocate", base_with_tokenizer, tmp_path))
     merged = load_file(tmp_path / "merged.safetensors")
@@ -60,6 +49,7 @@ def test_a_colocated_engine_ends_on_the_policy_that_grpo_trained(base_with_token
     assert json.loads((tmp_path / "logprobs.json").read_text()) == json.loads(json.dumps(from_disk))
 
 
+@peers.needs(peers.TRL)
 def test_a_server_ends_on_the_policy_that_grpo_trained(base_with_tokenizer, tmp_path):
     """Through shared memory: TRL's own communicator would ask for a CUDA device."""
     server = live.Server(base_with_tokenizer, tmp_path / "server.log").wait_until_up()
@@ -82,13 +72,8 @@ def test_every_process_of_a_tensor_parallel_group_brings_its_part_of_the_engine_
 
     def run_ranks(directory, out, *arguments):
         out.mkdir()
-        command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-        command += [ROOT / "tests" / "vllm" / "external_launcher.py", directory, out, *arguments]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(
-            [sys.executable, *map(str, command)], capture_output=True, text=True, env=environment, timeout=300
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
+        script = peers.ROOT / "tests" / "vllm" / "external_launcher.py"
+        peers.run(*peers.TORCHRUN, "--nproc_per_node=2", script, directory, out, *arguments)
         one, other = [(out / f"logprobs-{rank}.json").read_text() for rank in range(2)]
         assert one == other
         return one
