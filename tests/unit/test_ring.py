@@ -22,13 +22,10 @@ from lora_stream.merged_weights import MergedWeights
 from lora_stream.plan import ParamMeta
 from lora_stream.ring import PeerLostError, Receiver, Sender, TransferError, sweep
 from tests.models import llama, with_lora
+from tests.shm import regions
 
 ROOT = Path(__file__).parents[2]
 SHM = Path("/dev/shm")
-
-
-def regions():
-    return sorted(path.name for path in SHM.glob("lora_stream-*"))
 
 
 @pytest.fixture(autouse=True)

@@ -19,6 +19,7 @@ from lora_stream.vllm.channel import Channel
 from lora_stream.vllm.clients import LLMClient
 from lora_stream.vllm.source import LoraStreamSource
 from tests.models import fill, with_lora
+from tests.shm import regions
 from tests.vllm import live
 
 pytestmark = pytest.mark.vllm
@@ -234,7 +235,7 @@ def test_a_hundred_syncs_grow_nothing(llm, model):
         gc.collect()
         processes = ["self", *workers]
         return (
-            sorted(path.name for path in Path("/dev/shm").iterdir()),
+            regions(),
             [live.num_fds(pid) for pid in processes],
             [
                 sum("lora_stream" in line for line in Path(f"/proc/{pid}/maps").read_text().splitlines())

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -22,6 +21,7 @@ from lora_stream.engines import _servers
 from tests.dist import sharded
 from tests.dist.ranks import Pool
 from tests.models import fill, with_lora
+from tests.shm import regions
 from tests.vllm import live
 
 pytestmark = pytest.mark.vllm
@@ -35,10 +35,6 @@ def server(base, tmp_path_factory):
     started = live.Server(base, tmp_path_factory.mktemp("log") / "server.log").wait_until_up()
     yield started
     started.stop()
-
-
-def regions():
-    return [path.name for path in Path("/dev/shm").glob("lora_stream-*")]
 
 
 def as_new_process(url):
@@ -152,8 +148,7 @@ def test_a_hundred_syncs_grow_nothing(server, model):
     def usage():
         gc.collect()
         processes = ["self", worker]
-        names = [path.name for path in Path("/dev/shm").iterdir()]
-        return (sorted(names), [live.num_fds(pid) for pid in processes]), [live.rss(pid) for pid in processes]
+        return (regions(), [live.num_fds(pid) for pid in processes]), [live.rss(pid) for pid in processes]
 
     for _ in range(10):
         fill(model)
