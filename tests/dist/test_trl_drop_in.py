@@ -1,4 +1,4 @@
-"""lora_stream.integrations.trl in TRL's own VLLMGeneration, sharded over gloo ranks. dist layer; tests/vllm has live engines."""
+"""lora_stream.integrations.trl in TRL's own VLLMGeneration, sharded over gloo ranks. dist layer; tests/programs has live engines."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 """Run by torch.distributed.run with TRL in the path: TRL's own VLLMGeneration syncs a sharded model on every rank, patched, to
-stand-ins for engines, because its own need a GPU or are tested in tests/vllm.
+stand-ins for engines, because its own need a GPU or are tested in tests/programs.
 
     trl_ranks.py OUT
 

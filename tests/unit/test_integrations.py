@@ -1,5 +1,5 @@
 """Methods of others' classes come back as they were. Unit layer; the drop-ins themselves are tested in verl and TRL, see tests/dist
-and tests/vllm."""
+and tests/programs."""
 
 import pytest
 

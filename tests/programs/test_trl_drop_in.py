@@ -1,4 +1,4 @@
-"""lora_stream.integrations.trl in TRL's own GRPO trainer, as it is installed, with live engines. vllm layer."""
+"""lora_stream.integrations.trl in TRL's own GRPO trainer, as it is installed, with live engines. programs layer."""
 
 import json
 
@@ -25,7 +25,7 @@ def base_with_tokenizer(base):
 
 
 def run(where, base, out):
-    script = peers.ROOT / "tests" / "vllm" / "trl_run.py"
+    script = peers.ROOT / "tests" / "programs" / "trl_run.py"
     peers.run(script, where, base, out, path=(peers.TRL, peers.COMMON), timeout=400)
     return json.loads((out / "facts.json").read_text())
 
@@ -72,7 +72,7 @@ def test_every_process_of_a_tensor_parallel_group_brings_its_part_of_the_engine_
 
     def run_ranks(directory, out, *arguments):
         out.mkdir()
-        script = peers.ROOT / "tests" / "vllm" / "external_launcher.py"
+        script = peers.ROOT / "tests" / "programs" / "external_launcher.py"
         peers.run(*peers.TORCHRUN, "--nproc_per_node=2", script, directory, out, *arguments)
         one, other = [(out / f"logprobs-{rank}.json").read_text() for rank in range(2)]
         assert one == other

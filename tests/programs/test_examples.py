@@ -1,4 +1,4 @@
-"""The examples run, in short form, on a tiny model with random weights. vllm layer."""
+"""The examples run, in short form, on a tiny model with random weights. programs layer."""
 
 import json
 import re
