@@ -1,4 +1,4 @@
-"""`lora-stream bench sync` measures what it says in live engines. vllm layer; no figure is asserted."""
+"""`lora-stream bench sync` measures what it says in live engines. programs layer; no figure is asserted."""
 
 import json
 import os
