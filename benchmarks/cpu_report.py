@@ -3,7 +3,7 @@
     make bench          which is: python benchmarks/cpu_report.py
     python benchmarks/cpu_report.py --only merge --out /tmp/cpu.md
 
-Under ten minutes on two cores. A peer is measured where the environment has it (see benchmarks/peers/README.md), and is in the
+About ten minutes on two cores. A peer is measured where the environment has it (see benchmarks/peers/README.md), and is in the
 table with the reason where not.
 """
 
