@@ -24,7 +24,7 @@ class Spread(NamedTuple):
 
     def is_difference(self) -> bool:
         """Of ratios: whether they are farther from 1 than they scatter. What is not may not be called a win."""
-        return not self.low <= 1 <= self.high and abs(self.median - 1) > self.high - self.low
+        return abs(self.median - 1) > self.high - self.low
 
     def __str__(self) -> str:
         return f"{self.median:.3g} [{self.low:.3g} {self.high:.3g}]"
