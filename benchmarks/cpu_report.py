@@ -47,7 +47,7 @@ SET = [
 
 
 def run(command: str, peers: tuple[str, ...], file: Path) -> Result:
-    path = os.pathsep.join([str(ROOT / "benchmarks" / "peers"), *(str(PEERS / name) for name in peers)])
+    path = os.pathsep.join(str(PEERS / name) for name in peers)
     arguments = [*shlex.split(command), "--json", str(file)]
     subprocess.run(
         [sys.executable, "-c", "from lora_stream.cli import main; main()", *arguments],
@@ -61,7 +61,7 @@ def run(command: str, peers: tuple[str, ...], file: Path) -> Result:
 
 def section(title: str, command: str, peers: tuple[str, ...], result: Result) -> str:
     lines = [f"## {title}", ""]
-    path = f"PYTHONPATH=benchmarks/peers:{':'.join(f'.venv/peers/{name}' for name in peers)} " if peers else ""
+    path = f"PYTHONPATH={':'.join(f'.venv/peers/{name}' for name in peers)} " if peers else ""
     lines += ["```", f"{path}lora-stream {command}", "```", ""]
     for group in result.groups:
         lines += [f"{group.name}:", "", markdown_of(group), ""]

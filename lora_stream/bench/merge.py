@@ -186,7 +186,7 @@ def supported_paths(wanted: Sequence[str]) -> list[str]:
     known = dict(_C.cpu_paths())
     for name in wanted:
         if not known.get(name, False):
-            raise ValueError(f"--path {name}: this processor supports {[each for each, has in known.items() if has]}")
+            raise ValueError(f"--paths {name}: this processor supports {[each for each, has in known.items() if has]}")
     return list(wanted)
 
 

@@ -13,6 +13,7 @@ import contextlib
 import importlib.util
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
@@ -259,6 +260,8 @@ def _add_peer(path: Path, model: nn.Module, ways: dict, missing: dict[str, str])
         raise ValueError(f"--peer {path}: no Python file")
     module = importlib.util.module_from_spec(spec)
     name = path.stem
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # it finds its neighbours, as a program does
     with contextlib.redirect_stdout(None):
         try:
             spec.loader.exec_module(module)

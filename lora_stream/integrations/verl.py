@@ -7,7 +7,6 @@ verl merges in place, backs the base up and restores it, and gathers in the para
 `get_per_tensor_param` returns a stream of ours instead, under the names and in the dtype that verl sends.
 """
 
-import logging
 from functools import partial
 
 import torch
@@ -16,8 +15,6 @@ from lora_stream.checkpoint import save_train_meta
 from lora_stream.checkpoint.train_meta import FILE_NAME
 from lora_stream.integrations.patching import Patch
 from lora_stream.merged_weights import Gather, Stream, stream
-
-logger = logging.getLogger("lora_stream")
 
 
 def patch(*, gather: Gather = "all", bucket_bytes: int | None = None) -> Patch:
@@ -61,9 +58,8 @@ def patch(*, gather: Gather = "all", bucket_bytes: int | None = None) -> Patch:
     def make_save_checkpoint(original):
         def save_checkpoint(self, *args, **kwargs):
             if isinstance(self.engine, FSDPEngine):
-                self.lora_train_meta = (
-                    None  # three fields of its configuration, written over what the manager has saved
-                )
+                # Three fields of its configuration, which it would write over what the manager has saved.
+                self.lora_train_meta = None
             return original(self, *args, **kwargs)
 
         return save_checkpoint

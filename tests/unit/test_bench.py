@@ -178,8 +178,9 @@ def test_merge_measures_every_way_and_writes_json_and_a_picture(tmp_path):
 
 def test_stream_accounts_for_every_byte_plain_and_sharded_and_beside_peers(tmp_path):
     peer = tmp_path / "peer.py"
+    (tmp_path / "a_neighbour_of_the_peer.py").write_text("NAME = 'peer'\n")
     peer.write_text(
-        "NAME = 'peer'\n"
+        "from a_neighbour_of_the_peer import NAME\n"
         "def fails():\n"
         "    raise RuntimeError('not on this model')\n"
         "def ways(model):\n"
@@ -220,7 +221,7 @@ def test_stream_accounts_for_every_byte_plain_and_sharded_and_beside_peers(tmp_p
         (["merge", "--model", "tiny", "--shape", "4x4"], "give --model or --shape, not both"),
         (["merge", "--ranks", "0"], "--ranks must be numbers from 1 on"),
         (["merge", "--dtypes", "int8"], "a dtype must be one of"),
-        (["merge", "--paths", "sse"], "--path sse: this processor supports"),
+        (["merge", "--paths", "sse"], "--paths sse: this processor supports"),
         (["merge", "--device", "tpu"], "--device must be cpu or cuda, got 'tpu'"),
         (["stream", "--model", "tiny", "--ranks", "two"], "--ranks must be numbers from 0 on"),
         (["stream", "--model", "tiny", "--peer", "nowhere.py"], "nowhere.py: no Python file"),
