@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from lora_stream import _C, ops
+from lora_stream.rounding import ORIGIN
 
 # out, in of q, k, v, o, gate, up, down
 LLAMA_3_8B = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)]
@@ -109,6 +110,10 @@ def merges(bases, As, Bs, outs) -> dict:
         "copy": lambda: [out.copy_(base) for base, _, _, out in each],
         "ours": lambda: ops.merge_cast_grouped_(bases, As, Bs, scalings, outs),
         "ours with statistics": lambda: ops.merge_cast_grouped_(bases, As, Bs, scalings, outs, stats),
+        "ours, dithered": lambda: ops.merge_cast_grouped_(bases, As, Bs, scalings, outs, places=[ORIGIN] * len(bases)),
+        "ours with statistics but fidelity": lambda: ops.merge_cast_grouped_(
+            bases, As, Bs, scalings, outs, stats, fidelity=False
+        ),
         "ours one by one": lambda: [ops.merge_cast_(base, A, B, SCALING, out) for base, A, B, out in each],
         "eager": lambda: [(base + SCALING * (B @ A)).to(torch.bfloat16) for base, A, B, _ in each],
     }

@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 OPERANDS = ["bfloat16", "float16", "two planes", "three planes"]  # csrc/cuda/merge_kernel.h: Operands
+STATISTICS = ["no", "rounding", "fidelity"]  # there, too
 MULTIPLICATIONS = [1, 1, 3, 6]  # per 16 x 8 results and 16 ranks
 REGISTERS = 128  # of a thread: 64 Ki of a multiprocessor, for two blocks of 256 threads
 
@@ -36,10 +37,10 @@ def cuobjdump() -> str | None:
     return found
 
 
-def identity(symbol: str) -> tuple[str, int, bool] | None:
-    """(operands, bytes of a base element, with statistics) of a mangled name."""
-    match = re.search(r"merge_kernelILNS.*?OperandsE(\d)ELi(\d)ELb(\d)E", symbol)
-    return match and (OPERANDS[int(match[1])], int(match[2]), match[3] == "1")
+def identity(symbol: str) -> tuple[str, int, str] | None:
+    """(operands, bytes of a base element, statistics) of a mangled name."""
+    match = re.search(r"merge_kernelILNS.*?OperandsE(\d)ELi(\d)ELNS.*?StatisticsE(\d)E", symbol)
+    return match and (OPERANDS[int(match[1])], int(match[2]), STATISTICS[int(match[3])])
 
 
 def sections(dump: str):
@@ -74,7 +75,7 @@ def read(library: Path, tool: str) -> list[dict]:
                 "architecture": architecture,
                 "operands": kernel[0],
                 "base_bytes": kernel[1],
-                "stats": kernel[2],
+                "statistics": kernel[2],
                 "registers": resources[architecture, symbol]["REG"],
                 "stack": resources[architecture, symbol]["STACK"],
                 "local": resources[architecture, symbol]["LOCAL"],
@@ -88,7 +89,13 @@ def read(library: Path, tool: str) -> list[dict]:
             }
         )
     return sorted(
-        records, key=lambda r: (r["architecture"], OPERANDS.index(r["operands"]), r["base_bytes"], r["stats"])
+        records,
+        key=lambda r: (
+            r["architecture"],
+            OPERANDS.index(r["operands"]),
+            r["base_bytes"],
+            STATISTICS.index(r["statistics"]),
+        ),
     )
 
 
@@ -128,7 +135,7 @@ def main() -> int:
     for record in records:
         print(
             f"| {record['architecture']} | {record['operands']} | {8 * record['base_bytes']} bit | "
-            f"{'yes' if record['stats'] else 'no'} | {record['registers']} | {record['stack']} | {record['spills']} | "
+            f"{record['statistics']} | {record['registers']} | {record['stack']} | {record['spills']} | "
             f"{record['instructions']} | {record['multiplications']} | {record['ldmatrix']} | "
             f"{record['base_loads_16']} | {record['out_stores_16']} |"
         )

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <mutex>
+#include <vector>
 
 #include "cpu/dora.h"
 #include "merge_cast.h"
@@ -56,8 +57,9 @@ void add_squares_(const Tensor& merged, int64_t dim, const Tensor& sums) {
   }
 }
 
-void scale_cast_(const Tensor& merged, const Tensor& scale, const Tensor& base, const Tensor& out,
-                 const Tensor& stats) {
+// place: key, row and column of merged[0, 0], see dither.h; nothing: rounding to nearest.
+void scale_cast_(const Tensor& merged, const Tensor& scale, const Tensor& base, const Tensor& out, const Tensor& stats,
+                 const std::vector<int64_t>& place) {
   check_merged(merged);
   ScaleArgs args{};
   args.rows = merged.size(0);
@@ -71,9 +73,9 @@ void scale_cast_(const Tensor& merged, const Tensor& scale, const Tensor& base, 
       scale.is_cpu() && scale.dim() == 2 && scale.is_contiguous() && scale.scalar_type() == ScalarType::Float &&
           ((scale.size(0) == args.rows && scale.size(1) == 1) || (scale.size(0) == 1 && scale.size(1) == args.cols)),
       "_scale_cast_: scale must be float32 [", args.rows, ", 1] or [1, ", args.cols, "]");
-  STD_TORCH_CHECK(stats.is_cpu() && stats.dim() == 1 && stats.size(0) == 5 && stats.is_contiguous() &&
+  STD_TORCH_CHECK(stats.is_cpu() && stats.dim() == 1 && stats.size(0) == 6 && stats.is_contiguous() &&
                       stats.scalar_type() == ScalarType::Double,
-                  "_scale_cast_: stats must be float64 [5]");
+                  "_scale_cast_: stats must be float64 [6]");
   args.by_column = !(scale.size(0) == args.rows && scale.size(1) == 1);
   args.merged = static_cast<const float*>(merged.const_data_ptr());
   args.scale = static_cast<const float*>(scale.const_data_ptr());
@@ -83,6 +85,11 @@ void scale_cast_(const Tensor& merged, const Tensor& scale, const Tensor& base, 
   args.out_stride = out.stride(0);
   args.base_dtype = dtype_of(base);
   args.out_dtype = dtype_of(out);
+  STD_TORCH_CHECK(place.empty() || place.size() == 3, "_scale_cast_: place must hold key, row and column, or nothing");
+  if (!place.empty()) {
+    args.rounding = Rounding::kDither;
+    args.place = {static_cast<uint64_t>(place[0]), place[1], place[2]};
+  }
   MergeStats sum;
   std::mutex mutex;
   torch::stable::parallel_for(0, args.rows, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, args.cols)),
@@ -97,7 +104,8 @@ void scale_cast_(const Tensor& merged, const Tensor& scale, const Tensor& base, 
   found[1] += static_cast<double>(sum.unmoved);
   found[2] += sum.kept_sq;
   found[3] += sum.delta_sq;
-  found[4] += static_cast<double>(sum.checksum);
+  found[4] += sum.projected;
+  found[5] += static_cast<double>(sum.checksum);
 }
 
 }  // namespace
@@ -105,7 +113,7 @@ void scale_cast_(const Tensor& merged, const Tensor& scale, const Tensor& base, 
 
 STABLE_TORCH_LIBRARY_FRAGMENT(lora_stream, m) {
   m.def("_add_squares_(Tensor merged, int dim, Tensor(a!) sums) -> ()");
-  m.def("_scale_cast_(Tensor merged, Tensor scale, Tensor base, Tensor(a!) out, Tensor(b!) stats) -> ()");
+  m.def("_scale_cast_(Tensor merged, Tensor scale, Tensor base, Tensor(a!) out, Tensor(b!) stats, int[] place) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lora_stream, CPU, m) {

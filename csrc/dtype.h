@@ -69,6 +69,29 @@ inline uint16_t float16_bits(float x) {
 
 inline float round_to(float x, Float16*) { return to_float(Float16{float16_bits(x)}); }
 
+inline float dither_to(float x, uint32_t /*random*/, float*) { return x; }
+
+// One of the two values of T around x, as a float; 16 random bits decide, see dither.h. Finite where x is less than a
+// step beyond the largest value of T; there and above it they do not count.
+inline float dither_to(float x, uint32_t random, BFloat16*) {
+  const uint32_t bits = float_bits(x);
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return bits_float(0x7fc00000u);
+  return bits_float((magnitude < 0x7f7f0000u ? bits + random : bits) & 0xffff0000u);
+}
+
+inline float dither_to(float x, uint32_t random, Float16* type) {
+  const uint32_t bits = float_bits(x);
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude >= 0x47800000u) return round_to(x, type);               // 2^16 and above is an overflow
+  if (magnitude >= 0x477fe000u) return bits_float(bits & 0xffffe000u);  // 65504
+  if (magnitude >= 0x38800000u) return bits_float((bits + (random >> 3)) & 0xffffe000u);
+  const float steps = bits_float(magnitude) * 16777216.0f;  // of denormals, 2^-24; exact
+  const float whole = static_cast<float>(static_cast<int32_t>(steps));
+  const bool up = (static_cast<float>(random) + 0.5f) * 1.52587890625e-5f < steps - whole;  // 2^-16
+  return bits_float(float_bits((up ? whole + 1.0f : whole) * 5.9604644775390625e-8f) | (bits & 0x80000000u));
+}
+
 inline void store_as(float* out, float x) { *out = x; }
 inline void store_as(BFloat16* out, float x) { out->bits = static_cast<uint16_t>(float_bits(round_to(x, out)) >> 16); }
 inline void store_as(Float16* out, float x) { out->bits = float16_bits(x); }

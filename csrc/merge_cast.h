@@ -9,9 +9,15 @@
 
 #include <cstdint>
 
+#include "dither.h"
+
 namespace lora_stream {
 
 enum class DType : int32_t { kFloat32, kBFloat16, kFloat16 };
+
+// To out's dtype: to the nearest value, ties to even; or to one of the two neighbours, see dither.h. A sum that is the
+// base itself is rounded to nearest both ways, as a weight without an adapter is.
+enum class Rounding : int32_t { kNearest, kDither };
 
 inline constexpr int64_t kChunk = 16;
 
@@ -25,21 +31,26 @@ struct MergeArgs {
   int64_t lora_A_strides[2], lora_B_strides[2];
   float scaling;
   DType base_dtype, lora_A_dtype, lora_B_dtype, out_dtype;
+  Rounding rounding;
+  Place place;  // of base[0, 0], for kDither
 };
 
-// What rounding did to a merge. round() is the rounding to out's dtype, delta the float32 product times scaling.
+// What rounding did to a merge. delta is the float32 product times scaling, nearest() the rounding of a base to out's
+// dtype.
 struct MergeStats {
   int64_t changed = 0;    // elements with delta != 0
-  int64_t unmoved = 0;    // of those, elements with round(base + delta) == round(base): the update that was lost
-  double kept_sq = 0;     // sum of (round(base + delta) - round(base))^2
+  int64_t unmoved = 0;    // of those, elements with out == nearest(base): the update that was lost
+  double kept_sq = 0;     // sum of (out - nearest(base))^2
   double delta_sq = 0;    // sum of delta^2
-  uint32_t checksum = 0;  // of the rounded values; a sum, so that no order of rows or threads shows in it
+  double projected = 0;   // sum of (out - base) * delta: delta_sq where all of the update has arrived
+  uint32_t checksum = 0;  // of out's values; a sum, so that no order of rows or threads shows in it
 
   void add(const MergeStats& other) {
     changed += other.changed;
     unmoved += other.unmoved;
     kept_sq += other.kept_sq;
     delta_sq += other.delta_sq;
+    projected += other.projected;
     checksum += other.checksum;
   }
 };

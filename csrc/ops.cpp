@@ -31,7 +31,7 @@ using torch::stable::Tensor;
 constexpr int64_t kGrainOps = 64 * 1024;
 // Rows a thread takes at a time; a multiple of every path's tile height.
 constexpr int64_t kBlockRows = 24;
-constexpr int64_t kNumStats = 5;
+constexpr int64_t kNumStats = 6;
 
 std::string shape_text(const Tensor& tensor) {
   std::string text = "[";
@@ -196,21 +196,31 @@ void merge_all(const std::vector<MergeArgs>& group, double* stats) {
     *stats++ = static_cast<double>(sum.unmoved);
     *stats++ = sum.kept_sq;
     *stats++ = sum.delta_sq;
+    *stats++ = sum.projected;
     *stats++ = static_cast<double>(sum.checksum);
   }
 }
 
+// places: key, row and column of each matrix, see dither.h; none: rounding to nearest.
 std::vector<MergeArgs> checked_group(const std::vector<Tensor>& bases, const std::vector<Tensor>& lora_As,
                                      const std::vector<Tensor>& lora_Bs, const std::vector<double>& scalings,
-                                     const std::vector<Tensor>& outs) {
+                                     const std::vector<Tensor>& outs, const std::vector<int64_t>& places) {
   const size_t num = bases.size();
   STD_TORCH_CHECK(lora_As.size() == num && lora_Bs.size() == num && scalings.size() == num && outs.size() == num,
                   "merge_cast_grouped_: the lists must have one length, got ", num, " bases, ", lora_As.size(),
                   " lora_As, ", lora_Bs.size(), " lora_Bs, ", scalings.size(), " scalings, ", outs.size(), " outs");
+  STD_TORCH_CHECK(places.empty() || places.size() == 3 * num,
+                  "merge_cast_grouped_: places must hold key, row and column of each of the ", num,
+                  " matrices, or nothing, got ", places.size(), " numbers");
   std::vector<MergeArgs> group;
   group.reserve(num);
   for (size_t i = 0; i < num; ++i) {
-    group.push_back(checked_args(bases[i], lora_As[i], lora_Bs[i], scalings[i], outs[i]));
+    MergeArgs args = checked_args(bases[i], lora_As[i], lora_Bs[i], scalings[i], outs[i]);
+    if (!places.empty()) {
+      args.rounding = Rounding::kDither;
+      args.place = {static_cast<uint64_t>(places[3 * i]), places[3 * i + 1], places[3 * i + 2]};
+    }
+    group.push_back(args);
   }
   check_disjoint(group, bases, lora_As, lora_Bs, outs);
   return group;
@@ -226,10 +236,12 @@ double* checked_stats(const std::optional<Tensor>& stats, size_t num) {
   return static_cast<double*>(stats->mutable_data_ptr());
 }
 
-// `fast` is for devices that can trade precision for speed: here there is one arithmetic.
+// `fidelity` and `fast` are for devices that can leave something out for speed: here there is one arithmetic, and all
+// of the statistics.
 void merge_cast_grouped_(const std::vector<Tensor>& bases, const std::vector<Tensor>& lora_As,
                          const std::vector<Tensor>& lora_Bs, const std::vector<double>& scalings,
-                         const std::vector<Tensor>& outs, const std::optional<Tensor>& stats, bool /*fast*/) {
+                         const std::vector<Tensor>& outs, const std::optional<Tensor>& stats,
+                         const std::vector<int64_t>& places, bool /*fidelity*/, bool /*fast*/) {
   const auto check = [](const char* name, const std::vector<Tensor>& tensors) {
     for (const Tensor& tensor : tensors) check_on_cpu(name, tensor);
   };
@@ -237,13 +249,13 @@ void merge_cast_grouped_(const std::vector<Tensor>& bases, const std::vector<Ten
   check("a lora_B", lora_Bs);
   check("an out", outs);
   if (stats.has_value()) check_on_cpu("stats", *stats);
-  const std::vector<MergeArgs> group = checked_group(bases, lora_As, lora_Bs, scalings, outs);
+  const std::vector<MergeArgs> group = checked_group(bases, lora_As, lora_Bs, scalings, outs, places);
   merge_all(group, checked_stats(stats, group.size()));
 }
 
 void merge_cast_(const Tensor& base, const Tensor& lora_A, const Tensor& lora_B, double scaling, const Tensor& out,
-                 bool fast) {
-  merge_cast_grouped_({base}, {lora_A}, {lora_B}, {scaling}, {out}, std::nullopt, fast);
+                 const std::vector<int64_t>& place, bool fast) {
+  merge_cast_grouped_({base}, {lora_A}, {lora_B}, {scaling}, {out}, std::nullopt, place, false, fast);
 }
 
 #if defined(LORA_STREAM_CUDA)
@@ -265,8 +277,9 @@ void check_layout(const MergeArgs& args) {
 // Enqueues on `stream`, a cudaStream_t; stats are added to, their checksums without the modulo.
 void merge_cast_cuda_(const std::vector<Tensor>& bases, const std::vector<Tensor>& lora_As,
                       const std::vector<Tensor>& lora_Bs, const std::vector<double>& scalings,
-                      const std::vector<Tensor>& outs, const std::optional<Tensor>& stats, int64_t stream, bool fast) {
-  const std::vector<MergeArgs> group = checked_group(bases, lora_As, lora_Bs, scalings, outs);
+                      const std::vector<Tensor>& outs, const std::optional<Tensor>& stats,
+                      const std::vector<int64_t>& places, int64_t stream, bool fidelity, bool fast) {
+  const std::vector<MergeArgs> group = checked_group(bases, lora_As, lora_Bs, scalings, outs, places);
   if (group.empty()) return;
   const int device = bases[0].get_device();
   const auto check_device = [&](const char* name, const Tensor& tensor) {
@@ -291,7 +304,7 @@ void merge_cast_cuda_(const std::vector<Tensor>& bases, const std::vector<Tensor
   }
   if (stats.has_value()) check_device("stats", *stats);
   const std::string error =
-      cuda::merge(group, checked_stats(stats, group.size()), fast, device, reinterpret_cast<void*>(stream));
+      cuda::merge(group, checked_stats(stats, group.size()), fidelity, fast, device, reinterpret_cast<void*>(stream));
   STD_TORCH_CHECK(error.empty(), "merge_cast_ on cuda:", device, ": ", error);
 }
 
@@ -302,15 +315,15 @@ void merge_cast_cuda_(const std::vector<Tensor>& bases, const std::vector<Tensor
 
 STABLE_TORCH_LIBRARY(lora_stream, m) {
   m.def(
-      "merge_cast_(Tensor base, Tensor lora_A, Tensor lora_B, float scaling, Tensor(a!) out, *, bool fast=False) -> "
-      "()");
+      "merge_cast_(Tensor base, Tensor lora_A, Tensor lora_B, float scaling, Tensor(a!) out, *, int[] place=[], "
+      "bool fast=False) -> ()");
   m.def(
       "merge_cast_grouped_(Tensor[] bases, Tensor[] lora_As, Tensor[] lora_Bs, float[] scalings, Tensor(a!)[] outs, "
-      "Tensor(b!)? stats=None, *, bool fast=False) -> ()");
+      "Tensor(b!)? stats=None, *, int[] places=[], bool fidelity=True, bool fast=False) -> ()");
 #if defined(LORA_STREAM_CUDA)
   m.def(
       "_merge_cast_cuda_(Tensor[] bases, Tensor[] lora_As, Tensor[] lora_Bs, float[] scalings, Tensor(a!)[] outs, "
-      "Tensor(b!)? stats, int stream, bool fast) -> ()");
+      "Tensor(b!)? stats, int[] places, int stream, bool fidelity, bool fast) -> ()");
 #endif
 }
 

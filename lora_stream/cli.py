@@ -115,6 +115,8 @@ def merge(
         Path | None, typer.Option(help="The base model's directory, where SOURCE neither holds nor names it.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of the weights as written: bfloat16, float16 or float32.")] = "bfloat16",
+    rounding: Annotated[str, typer.Option(help='To that dtype: "nearest" or "dither".')] = "nearest",
+    seed: Annotated[int, typer.Option(help="Of dithering.")] = 0,
     max_shard_size: Annotated[str, typer.Option(help="Of one file, like 5GB.")] = "5GB",
     adapter_only: Annotated[
         bool, typer.Option("--adapter-only", help="Write the adapter alone, as PEFT loads it.")
@@ -152,6 +154,8 @@ def merge(
             out,
             base=base,
             dtype=dtypes[dtype],
+            rounding=rounding,
+            seed=seed,
             max_shard_size=max_shard_size,
             adapter_only=adapter_only,
             with_adapter=with_adapter,

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import torch
 
-from lora_stream import ops
+from lora_stream import ops, reference
+from lora_stream.rounding import Place
 
 BLOCK_ELEMENTS = 1 << 20  # 4 MiB: more packs lora_A less often, but leaves the cache
 
@@ -33,16 +34,25 @@ def merge(
     scale: torch.Tensor,
     out: torch.Tensor,
     precision: ops.Precision,
+    place: Place | None = None,
 ) -> torch.Tensor:
     """out = round(scale * (base + delta)). Returns what rounding did, [NUM_STATS] float64, see ops; the delta is all that the
     adapter changes, scale included.
 
-    base, out: [rows, cols]; pair: lora_A [r, cols], lora_B [rows, r], scaling; scale: float32 [rows, 1] or [1, cols].
+    base, out: [rows, cols]; pair: lora_A [r, cols], lora_B [rows, r], scaling; scale: float32 [rows, 1] or [1, cols]; place: of
+    base[0, 0], to dither; None rounds to nearest.
     """
     statistics = torch.zeros(ops.NUM_STATS, dtype=torch.float64, device=base.device)
     by_row = scale.shape == (base.shape[0], 1)
     for rows, merged in _blocks(base, *pair, precision):
-        scale_cast(merged, scale[rows] if by_row else scale, _adjacent(base[rows]), out[rows], statistics)
+        scale_cast(
+            merged,
+            scale[rows] if by_row else scale,
+            _adjacent(base[rows]),
+            out[rows],
+            statistics,
+            None if place is None else place.moved(rows.start),
+        )
     return statistics
 
 
@@ -55,22 +65,33 @@ def add_squares(merged: torch.Tensor, dim: int, sums: torch.Tensor) -> None:
 
 
 def scale_cast(
-    merged: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, out: torch.Tensor, statistics: torch.Tensor
+    merged: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    out: torch.Tensor,
+    statistics: torch.Tensor,
+    place: Place | None = None,
 ) -> None:
     """out = round(scale * merged), and add what that did against base to the statistics."""
     if merged.is_cpu:
-        torch.ops.lora_stream._scale_cast_(merged, scale.contiguous(), base, out, statistics)
+        numbers = [] if place is None else list(place)
+        torch.ops.lora_stream._scale_cast_(merged, scale.contiguous(), base, out, statistics, numbers)
     else:
-        scale_cast_reference(merged, scale, base, out, statistics)
+        scale_cast_reference(merged, scale, base, out, statistics, place)
 
 
 def scale_cast_reference(
-    merged: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, out: torch.Tensor, statistics: torch.Tensor
+    merged: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    out: torch.Tensor,
+    statistics: torch.Tensor,
+    place: Place | None = None,
 ) -> None:
     """The same in torch's own ops, on any device."""
     merged = merged * scale
-    out.copy_(merged)
     delta = merged - base.float()
+    out.copy_(merged if place is None else reference.dither(merged, base.float(), out.dtype, place))
     rounded, rounded_base = out.float(), base.to(out.dtype).float()
     is_changed = delta != 0
     statistics += torch.stack(
@@ -79,6 +100,7 @@ def scale_cast_reference(
             (is_changed & (rounded == rounded_base)).sum().double(),
             (rounded - rounded_base).double().square_().sum(),
             delta.double().square_().sum(),
+            ((rounded - base.float()).double() * delta).sum(),
             rounded.contiguous().view(torch.int32).long().bitwise_and_(2**32 - 1).sum().remainder_(2**32).double(),
         ]
     ).to(statistics.device)

@@ -15,8 +15,9 @@ from torch import nn
 
 from lora_stream.engine_state import EngineState, Policy, state_elsewhere, state_of
 from lora_stream.engines import Engine, by_url, engine_of
-from lora_stream.filling import Rounding
+from lora_stream.fidelity import Rounding
 from lora_stream.merged_weights import Stream
+from lora_stream.merging import Arithmetic
 from lora_stream.peft import read_model
 from lora_stream.plan import FUSED_MODULES, ParamMeta, Plan, Scope, build_plan
 from lora_stream.ring import PeerLostError
@@ -226,13 +227,13 @@ class Side:
         outcome: Outcome,
         plan: Plan,
         error: BaseException | None,
-        stream_of: Callable[[Plan, bool], Stream],
+        stream_of: Callable[[Plan, bool, Arithmetic], Stream],
     ) -> str:
         """After a failed update of one engine, on all ranks: send it the old values of all that may have been replaced. Says
         what it holds, and lets it go on, unless that is a mixture.
 
         error: of this rank's update, if it is this rank's engine. stream_of: a pass over a plan that this rank receives, or
-        only takes part in.
+        only takes part in, computed as the old ones were.
         """
         is_own = self.target is not None and outcome.token == self.state.token
         if isinstance(error, PeerLostError):
@@ -245,7 +246,7 @@ class Side:
             names = set(outcome.to_restore)
             old = [state.old_task(task) for task in plan.tasks if task.meta.name in names]
             assert None not in old, "a state is the same on all ranks"
-            restoring = stream_of(Plan(tasks=tuple(old), scope=plan.scope, account={}), is_own)
+            restoring = stream_of(Plan(tasks=tuple(old), scope=plan.scope, account={}), is_own, state.arithmetic)
             try:
                 restoring.begin()
                 if is_own:
@@ -267,7 +268,7 @@ class Side:
             "the engine was put back on its old weights" if outcome.to_restore else "the engine holds its old weights"
         )
 
-    def remember(self, outcomes: Mapping[int, Outcome], plan: Plan, version: str) -> None:
+    def remember(self, outcomes: Mapping[int, Outcome], plan: Plan, version: str, arithmetic: Arithmetic) -> None:
         """What each engine holds now that its update went well."""
         policy = None
         for outcome in outcomes.values():
@@ -275,4 +276,4 @@ class Side:
                 policy = Policy.of(plan) if policy is None else policy  # one copy for all of them
                 is_own = self.target is not None and outcome.token == self.state.token
                 fingerprint = self.target.fingerprint() if is_own else None
-                self._states[outcome.token].remember(policy, outcome.rounding, version, fingerprint)
+                self._states[outcome.token].remember(policy, outcome.rounding, version, fingerprint, arithmetic)

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from lora_stream import fsdp1, shards
-from lora_stream.filling import Rounding
+from lora_stream.fidelity import Rounding
+from lora_stream.merging import NEAREST, Arithmetic
 from lora_stream.plan import Adapter, Plan, Rows, Task
 
 
@@ -68,6 +69,7 @@ class EngineState:
     weight_version: str | None = None
     fingerprint: object = None  # of the engine after its last sync
     policy: Policy = field(default_factory=Policy)
+    arithmetic: Arithmetic = NEAREST  # that the policy was merged by
     checksums: dict[str, int] = field(default_factory=dict)
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
 
@@ -82,12 +84,17 @@ class EngineState:
         return self.policy.fqns() <= {task.fqn for task in plan.tasks}
 
     def remember(
-        self, policy: Policy, rounding: Mapping[str, Rounding], weight_version: str | None, fingerprint: object
+        self,
+        policy: Policy,
+        rounding: Mapping[str, Rounding],
+        weight_version: str | None,
+        fingerprint: object,
+        arithmetic: Arithmetic,
     ) -> None:
         """The engine now holds this."""
         self.synced, self.needs_full = True, False
         self.weight_version, self.fingerprint = weight_version, fingerprint
-        self.policy = policy
+        self.policy, self.arithmetic = policy, arithmetic
         self.checksums = {name: found.checksum for name, found in rounding.items()}
 
     def moved_adapters(self, plan: Plan, rounding: Mapping[str, Rounding]) -> list[str]:

@@ -16,10 +16,12 @@ from torch import nn
 from lora_stream.engine_side import Outcome, Side, SyncError, Timed
 from lora_stream.engines import STAGING_BYTES
 from lora_stream.merged_weights import Stream, logger, ranks_of
-from lora_stream.ops import Precision, is_fast
+from lora_stream.merging import Arithmetic
+from lora_stream.ops import Precision
 from lora_stream.plan import ParamMeta, Plan
 from lora_stream.report import SyncReport
 from lora_stream.ring import DEADLINE_S
+from lora_stream.rounding import RoundingMode
 from lora_stream.shards import RankError, Ranks
 from lora_stream.vllm.channel import RefusedError
 
@@ -43,6 +45,9 @@ def sync(
     onload: Callable[..., object] | None = None,
     offload: Callable[..., object] | None = None,
     precision: Precision = "float32",
+    rounding: RoundingMode = "dither",
+    seed: int = 0,
+    fidelity: bool | None = None,
     untie: bool = False,
     rename: Callable[[str], str] | None = None,
     check_finite: bool = True,
@@ -66,7 +71,9 @@ def sync(
         engine was started on the very base weights of the model; later ones send what trains ("trained" scope).
         base_loaded does not count for an engine that says that somebody has sent it weights since.
     wire_dtype: None takes the engine's dtype, or bfloat16 where it has no wish.
-    adapter_name, onload, offload, precision, untie, rename, check_finite: as in ``stream``.
+    adapter_name, onload, offload, precision, fidelity, untie, rename, check_finite: as in ``stream``.
+    rounding, seed: as in ``stream``; a sync dithers, because a rollout engine is to follow every step of its trainer. The
+        checkpoint that a merge writes is rounded to nearest: pass "nearest" to have an engine that is equal to it.
     weight_version: what the engine reports with its outputs from now on; None counts syncs.
     allow_unmoved: do not raise when an adapter that has moved changes nothing after rounding.
     in_place: write exactly the touched tensors where the engine keeps them, without vLLM's reload and without the siblings
@@ -82,7 +89,7 @@ def sync(
     where the ranks disagree or one is lost.
     """
     begin = time.perf_counter()
-    is_fast(precision)  # refuses what is no precision
+    arithmetic = Arithmetic(precision=precision, rounding=rounding, seed=seed, fidelity=fidelity)
     side = Side(model, adapter_name=adapter_name, wire_dtype=wire_dtype, in_place=in_place, untie=untie, rename=rename)
     prepare = partial(
         side.prepare, engine, full=full, base_loaded=base_loaded, deadline_s=deadline_s, staging_bytes=staging_bytes
@@ -95,7 +102,7 @@ def sync(
     version = next((found for found in versions.values() if found is not None), "")
     seconds_check = time.perf_counter() - begin - seconds_plan
 
-    def stream_of(plan: Plan, receives: bool) -> Stream:
+    def stream_of(plan: Plan, receives: bool, arithmetic: Arithmetic) -> Stream:
         return Stream(
             plan,
             ranks=ranks,
@@ -104,12 +111,12 @@ def sync(
             offload=offload,
             staging=None if side.target is None else side.target.staging,
             bucket_bytes=bucket_bytes,
-            precision=precision,
+            arithmetic=arithmetic,
             check_finite=check_finite,
         )
 
     begin_update = time.perf_counter()
-    stream = stream_of(plan, side.target is not None)
+    stream = stream_of(plan, side.target is not None, arithmetic)
     timed = Timed(stream, on_tensor)
     error: BaseException | None = None
     try:
@@ -134,18 +141,20 @@ def sync(
         side.resume()
     seconds_waited = 0.0 if side.target is None else side.target.staging.seconds_waited
     seconds_update = time.perf_counter() - begin_update
-    rounding = next((each.rounding for each in outcomes.values() if each.token is not None and each.error is None), {})
+    roundings = next((each.rounding for each in outcomes.values() if each.token is not None and each.error is None), {})
     moved = {name for outcome in outcomes.values() for name in outcome.moved}
     moved_names = [task.meta.name for task in plan.tasks if task.meta.name in moved]
-    unmoved = tuple(name for name in moved_names if name in rounding and side.state.is_unmoved(name, rounding[name]))
+    unmoved = tuple(name for name in moved_names if name in roundings and side.state.is_unmoved(name, roundings[name]))
     is_silent = moved_names and len(unmoved) == len(moved_names) and not any(o.moved_copies for o in outcomes.values())
-    side.remember(outcomes, plan, version)
+    side.remember(outcomes, plan, version, arithmetic)
     _raise_failures(failures, ranks, error)
     if lost is not None:
         raise RankError(f"the sync went well on this rank, but of the others that is not known: {lost}") from lost
     report = SyncReport(
         weight_version=version,
         scope=plan.scope,
+        rounding_mode=rounding,
+        seed=seed,
         merged=plan.names("merged"),
         copied=plan.names("copied"),
         left=plan.names("left"),
@@ -166,7 +175,7 @@ def sync(
             "total": time.perf_counter() - begin,
         },
         seconds_loading=None if side.target is None else side.target.seconds_loading,
-        rounding=rounding,
+        rounding=roundings,
         unmoved_targets=unmoved,
     )
     logger.info("weight version %s: %s", version, report.line())
@@ -174,7 +183,8 @@ def sync(
         raise UnmovedError(
             f"the adapter has moved but none of the {len(unmoved)} targets has: every update was smaller than a rounding "
             f"step of {plan.tasks[0].meta.dtype}, or the engine was sent what it had; check the learning rate and "
-            "the adapter's name, use a wider wire_dtype, or pass allow_unmoved=True",
+            f"the adapter's name, {'' if rounding == 'dither' else 'round by dither, '}use a wider wire_dtype, or pass "
+            "allow_unmoved=True",
             report,
         )
     return report

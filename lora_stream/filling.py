@@ -10,37 +10,27 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from lora_stream import ops, shards
+from lora_stream import shards
+from lora_stream.fidelity import Rounding
 from lora_stream.gathering import Arrived, Gathering, Report
-from lora_stream.merging import Merge, Pair, Traffic, merge, not_finite, pair_of, replace_rows, scale_of
+from lora_stream.merging import (
+    NEAREST,
+    Arithmetic,
+    Merge,
+    Pair,
+    Traffic,
+    merge,
+    not_finite,
+    pair_of,
+    replace_rows,
+    scale_of,
+)
 from lora_stream.plan import Task
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rounding:
-    """What rounding to the wire dtype did to one merged tensor, against its base rounded alike."""
-
-    changed: int  # elements with a delta other than zero
-    unmoved: int  # of those, elements whose merged value rounds to what the base rounds to
-    kept_sq: float  # sum of (round(base + delta) - round(base))**2
-    delta_sq: float  # sum of delta**2
-    checksum: int  # of the merged values
-
-    def __add__(self, other: "Rounding") -> "Rounding":
-        """Of two parts of one tensor."""
-        return Rounding(
-            changed=self.changed + other.changed,
-            unmoved=self.unmoved + other.unmoved,
-            kept_sq=self.kept_sq + other.kept_sq,
-            delta_sq=self.delta_sq + other.delta_sq,
-            checksum=(self.checksum + other.checksum) % 2**32,
-        )
 
 
 class Part(NamedTuple):
@@ -81,7 +71,7 @@ class Filling:
         self,
         batch: Batch,
         *,
-        precision: ops.Precision = "float32",
+        arithmetic: Arithmetic = NEAREST,
         gathering: Gathering | None = None,
         traffic: Traffic | None = None,
         scales: dict[str, torch.Tensor] | None = None,
@@ -95,7 +85,7 @@ class Filling:
         self._traffic = Traffic() if traffic is None else traffic
         self._scales = {} if scales is None else scales
         self._check_finite = check_finite
-        self._precision: ops.Precision = precision
+        self._arithmetic = arithmetic
         # What was merged here, whether from its first element on, and its statistics. Not the parts, which hold `out`.
         self._merges: list[tuple[list[tuple[Task, bool]], torch.Tensor]] = []
         self._reports: list[tuple[Report, torch.Tensor]] = []  # of buckets that were gathered, as they come to the host
@@ -143,11 +133,16 @@ class Filling:
         return found
 
     def _rounding(self, task: Task, row: Sequence[float]) -> Rounding:
-        changed, unmoved, kept_sq, delta_sq, checksum = row
+        changed, unmoved, kept_sq, delta_sq, projected, checksum = row
         if self._check_finite and not math.isfinite(delta_sq):
             raise not_finite(task)
         return Rounding(
-            changed=int(changed), unmoved=int(unmoved), kept_sq=kept_sq, delta_sq=delta_sq, checksum=int(checksum)
+            changed=int(changed),
+            unmoved=int(unmoved),
+            kept_sq=kept_sq,
+            delta_sq=delta_sq,
+            projected=projected,
+            checksum=int(checksum),
         )
 
     def settle(self) -> None:
@@ -228,8 +223,9 @@ class Filling:
                 pair_of(part.task, adapter, shards.local(adapter.lora_A), shards.local(adapter.lora_B), 0, rows)
                 for adapter in part.task.adapters
             ]
-            merges.append(Merge(base, pairs, out, self._scale(part, base, pairs[0])))
-        statistics = merge(merges, precision=self._precision, traffic=self._traffic)
+            places = self._arithmetic.places(part.task, out, 0, rows.start or 0)
+            merges.append(Merge(base, pairs, out, places, self._scale(part, base, pairs[0])))
+        statistics = merge(merges, arithmetic=self._arithmetic, traffic=self._traffic)
         return statistics if queue_of(device) is None else _bring_to_host(statistics)
 
     def _scale(self, part: Part, base: torch.Tensor, pair: Pair) -> torch.Tensor | None:
@@ -238,7 +234,7 @@ class Filling:
         if adapter.magnitude is None:
             return None
         magnitude = shards.local(adapter.magnitude)
-        of = partial(scale_of, adapter, precision=self._precision, traffic=self._traffic)
+        of = partial(scale_of, adapter, arithmetic=self._arithmetic, traffic=self._traffic)
         if not adapter.transposed:
             return of(base, pair, magnitude[_rows(part)])
         if part.is_all:

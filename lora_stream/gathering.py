@@ -19,7 +19,16 @@ from functools import partial
 import torch
 
 from lora_stream import fsdp1, ops, shards
-from lora_stream.merging import Merge, Pair, Traffic, merge, pair_of, replace_rows, scale_of
+from lora_stream.merging import (
+    Arithmetic,
+    Merge,
+    Pair,
+    Traffic,
+    merge,
+    pair_of,
+    replace_rows,
+    scale_of,
+)
 from lora_stream.packing import ALIGNMENT
 from lora_stream.plan import Adapter, ParamMeta, Plan, Task, as_matrix
 from lora_stream.shards import Box
@@ -157,7 +166,7 @@ class Gathering:
         bucket_bytes: int,
         receivers: Collection[int],
         receives: bool,
-        precision: ops.Precision,
+        arithmetic: Arithmetic,
         check_finite: bool,
         traffic: Traffic,
         loaded: Callable[[Sequence[torch.Tensor]], contextlib.AbstractContextManager],
@@ -171,7 +180,7 @@ class Gathering:
             self._buckets += [tasks] if units else replace(plan, tasks=tasks).buckets(bucket_bytes)
         self._bucket_of = {task.meta.name: i for i, bucket in enumerate(self._buckets) for task in bucket}
         self._receivers, self._receives = receivers, receives
-        self._precision: ops.Precision = precision
+        self._arithmetic = arithmetic
         self._check_finite = check_finite
         self._traffic = traffic
         self._loaded = loaded
@@ -327,7 +336,7 @@ class Gathering:
                 out.copy_(base)
                 self._traffic.made_on[sends.device.type] += out.nbytes
         if merges:
-            statistics = merge(merges, precision=self._precision, traffic=self._traffic)
+            statistics = merge(merges, arithmetic=self._arithmetic, traffic=self._traffic)
             group.header(sends)[1:].copy_(statistics.view(-1))
         for task, box, out in zip(group.tasks, group.boxes, outs, strict=True):
             self._replace_rows(task, out, whole, box.dim, box.own)
@@ -347,14 +356,15 @@ class Gathering:
     ) -> Merge:
         pairs = [_pair(task, adapter, whole, box) for adapter in task.adapters]
         adapter = task.adapters[0]
+        places = self._arithmetic.places(task, out, *(() if box is None else (box.dim, box.own.start)))
         if adapter.magnitude is None:
-            return Merge(base, pairs, out)
+            return Merge(base, pairs, out, places)
         if _lies_with(task, adapter, adapter.magnitude, box):
             magnitude = shards.local(adapter.magnitude)
         else:
             magnitude = whole[id(adapter.magnitude)][slice(None) if box is None else box.own]
-        scale = scale_of(adapter, base, pairs[0], magnitude, precision=self._precision, traffic=self._traffic)
-        return Merge(base, pairs, out, scale)
+        scale = scale_of(adapter, base, pairs[0], magnitude, arithmetic=self._arithmetic, traffic=self._traffic)
+        return Merge(base, pairs, out, places, scale)
 
     def _gather_whole(self, tasks: Sequence[Task], arrived: Arrived) -> None:
         """Tensors that are whole on each rank once gathered: those cut more than once, and FSDP1's; or that are whole, but
@@ -383,7 +393,7 @@ class Gathering:
                 self._traffic.made_on[out.device.type] += out.nbytes
             arrived.add_whole(task, out)
         if merges:
-            statistics = merge(merges, precision=self._precision, traffic=self._traffic)
+            statistics = merge(merges, arithmetic=self._arithmetic, traffic=self._traffic)
             header = torch.cat([statistics.new_zeros(1), statistics.view(-1)])
             arrived.reports.append(Report(merged, header[None], [0]))
         for task in tasks:

@@ -27,11 +27,13 @@ import torch
 from torch import nn
 
 from lora_stream import fsdp1, ops, shards
-from lora_stream.filling import Batch, Filling, Part, Rounding, queue_of
+from lora_stream.fidelity import Rounding, warn_if_low
+from lora_stream.filling import Batch, Filling, Part, queue_of
 from lora_stream.gathering import Gathering, needs_gather, uninterrupted
-from lora_stream.merging import Traffic
+from lora_stream.merging import NEAREST, Arithmetic, Traffic
 from lora_stream.peft import read_model
 from lora_stream.plan import FUSED_MODULES, ParamMeta, Plan, Scope, Task, build_plan
+from lora_stream.rounding import RoundingMode
 from lora_stream.shards import RankError, Ranks
 
 logger = logging.getLogger("lora_stream")
@@ -111,6 +113,10 @@ class MergedWeights:
         DEVICE_BUCKET_BYTES on a device. Memory above the model: two buckets and the largest tensor.
     device: where the yielded tensors are; None: where they were made, which is where the base lies.
     precision: of the product on CUDA devices, see ops.merge_cast_.
+    rounding: of merged weights to the wire dtype, "nearest" or "dither", see rounding.py. A pass that rounds to nearest warns
+        where less than nine tenths of the update arrive.
+    seed: of dithering: which random numbers. With one seed, the same policy gives the same weights.
+    fidelity: whether to sum up on CUDA devices too how much of the update arrives; None: on the host only.
     untie: yield both of two tensors that are tied in the model's checkpoints (embedding and head), for an engine that was
         started untied; without it one of them, and a tie that adapters have broken is refused.
     rename: of checkpoint names, for a consumer that has its own.
@@ -136,6 +142,9 @@ class MergedWeights:
         bucket_bytes: int | None = None,
         device: torch.device | str | None = None,
         precision: ops.Precision = "float32",
+        rounding: RoundingMode = "nearest",
+        seed: int = 0,
+        fidelity: bool | None = None,
         untie: bool = False,
         rename: Callable[[str], str] | None = None,
         check_finite: bool = True,
@@ -147,8 +156,7 @@ class MergedWeights:
             raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
         if gather not in ("all", "sender"):
             raise ValueError(f'gather must be "all" or "sender", got {gather!r}')
-        ops.is_fast(precision)
-        self._precision: ops.Precision = precision
+        self._arithmetic = Arithmetic(precision=precision, rounding=rounding, seed=seed, fidelity=fidelity)
         self._model = model
         self._wire_dtype = wire_dtype
         self._scope: Scope = scope
@@ -217,7 +225,7 @@ class MergedWeights:
             offload=self._offload,
             staging=staging,
             bucket_bytes=self._bucket_bytes,
-            precision=self._precision,
+            arithmetic=self._arithmetic,
             check_finite=self._check_finite,
         )
 
@@ -248,6 +256,9 @@ def stream(
     bucket_bytes: int | None = None,
     device: torch.device | str | None = None,
     precision: ops.Precision = "float32",
+    rounding: RoundingMode = "nearest",
+    seed: int = 0,
+    fidelity: bool | None = None,
     untie: bool = False,
     rename: Callable[[str], str] | None = None,
     check_finite: bool = True,
@@ -269,6 +280,9 @@ def stream(
         bucket_bytes=bucket_bytes,
         device=device,
         precision=precision,
+        rounding=rounding,
+        seed=seed,
+        fidelity=fidelity,
         untie=untie,
         rename=rename,
         check_finite=check_finite,
@@ -294,10 +308,12 @@ class Stream:
         offload: Callable[..., object] | None = None,
         staging: Staging | None = None,
         bucket_bytes: int | None = None,
-        precision: ops.Precision = "float32",
+        arithmetic: Arithmetic = NEAREST,
         check_finite: bool = True,
+        warns: bool = True,
     ) -> None:
-        """ranks: who goes through this pass together; receives: whether this rank is to get the tensors."""
+        """ranks: who goes through this pass together; receives: whether this rank is to get the tensors; warns: of what rounding
+        loses, at the end."""
         self.plan = plan
         self.stats = PassStats()
         self._has_begun = False
@@ -312,8 +328,9 @@ class Stream:
             offload,
             FreshStaging() if staging is None else staging,
             bucket_bytes_for(plan, bucket_bytes),
-            precision,
+            arithmetic,
             check_finite,
+            warns,
             self.stats,
             _Versions(plan),
             _Ready(plan),
@@ -356,8 +373,9 @@ def _generate(
     offload: Callable[..., object] | None,
     staging: Staging,
     bucket_bytes: int,
-    precision: ops.Precision,
+    arithmetic: Arithmetic,
     check_finite: bool,
+    warns: bool,
     stats: PassStats,
     versions: "_Versions",
     ready: "_Ready",
@@ -367,11 +385,14 @@ def _generate(
     batches = staging.batches(plan)
     filling: deque[Filling] = deque()
     gathering: Gathering | None = None
+    tells = False
     scales: dict[str, torch.Tensor] = {}
     try:
         yield  # type: ignore[misc]  # Stream.__init__ stops here
         with uninterrupted():  # an interrupt after they agreed would leave the others in the first gather
-            gathering = _agree(plan, ranks, receives, bucket_bytes, precision, check_finite, stats.traffic, loading)
+            gathering, tells = _agree(
+                plan, ranks, receives, bucket_bytes, arithmetic, check_finite, stats.traffic, loading
+            )
         yield  # type: ignore[misc]  # Stream.begin stops here
         versions.check()
         if onload is not None:
@@ -390,7 +411,7 @@ def _generate(
                     filling.append(
                         Filling(
                             batch,
-                            precision=precision,
+                            arithmetic=arithmetic,
                             gathering=gathering,
                             traffic=stats.traffic,
                             scales=scales,
@@ -419,6 +440,8 @@ def _generate(
             versions.check()
             ready.wait()
             gathering.finish()
+        if tells and warns and arithmetic.rounding == "nearest":
+            warn_if_low(stats.rounding)
     except GeneratorExit:
         raise  # the consumer wants no more; the others get theirs
     except BaseException as error:
@@ -442,13 +465,14 @@ def _agree(
     ranks: Ranks,
     receives: bool,
     bucket_bytes: int,
-    precision: ops.Precision,
+    arithmetic: Arithmetic,
     check_finite: bool,
     traffic: Traffic,
     loading: "_Loading",
-) -> Gathering | None:
-    """Make sure that all ranks go through the same pass. Returns its gathers; None where there are none."""
-    lines = [*map(_describe, plan.tasks), f"buckets of {bucket_bytes} bytes"]
+) -> tuple[Gathering | None, bool]:
+    """Make sure that all ranks go through the same pass. Returns its gathers, None where there are none, and whether this rank is
+    the one to tell what all that get the tensors know."""
+    lines = [*map(_describe, plan.tasks), f"buckets of {bucket_bytes} bytes", str(arithmetic)]
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     found = ranks.agree(lambda: (digest, receives), _BEGIN)
     if any(other != digest for other, _ in found.values()):
@@ -456,18 +480,20 @@ def _agree(
     receivers = {rank for rank, (_, gets) in found.items() if gets}
     if not receivers and not ranks.is_alone:
         raise ValueError("no rank is to get the tensors: pass is_sender=True on the ranks that send them on")
+    tells = ranks.rank == min(receivers, default=None)
     if not any(map(needs_gather, plan.tasks)):
-        return None
-    return Gathering(
+        return None, tells
+    gathering = Gathering(
         plan,
         bucket_bytes=bucket_bytes,
         receivers=receivers,
         receives=receives,
-        precision=precision,
+        arithmetic=arithmetic,
         check_finite=check_finite,
         traffic=traffic,
         loaded=loading.bucket,
     )
+    return gathering, tells
 
 
 def _describe(task: Task) -> str:

@@ -11,9 +11,38 @@ import torch
 
 from lora_stream import dora, ops
 from lora_stream.plan import Adapter, Rows, Task, as_matrix
+from lora_stream.rounding import Place, RoundingMode, check_rounding
 
 # lora_A: [..., r, cols]; lora_B: [..., rows, r]; scaling. Of a weight [..., rows, cols].
 Pair = tuple[torch.Tensor, torch.Tensor, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arithmetic:
+    """How a pass computes: see ops.merge_cast_ and rounding.py. Raises ValueError for what there is not."""
+
+    precision: ops.Precision = "float32"
+    rounding: RoundingMode = "nearest"
+    seed: int = 0  # of dithering
+    fidelity: bool | None = None  # whether `projected` is summed up on devices; None: only on the host
+
+    def __post_init__(self) -> None:
+        ops.is_fast(self.precision)
+        check_rounding(self.rounding, self.seed)
+
+    def places(self, task: Task, part: torch.Tensor, dim: int = 0, start: int = 0) -> list[Place]:
+        """Of the matrices in `part`, which is what the task hands over from `start` of dimension `dim` on: of one, or of one for
+        each expert, which lie one below the other."""
+        whole = Place.in_parameter(self.seed, task.own_name)
+        if len(task.meta.shape) == 3 and any(adapter.num_experts is not None for adapter in task.adapters):
+            first, row, col = (start if axis == dim else 0 for axis in range(3))
+            num_rows = task.meta.shape[1]
+            return [whole.moved((first + expert) * num_rows + row, col) for expert in range(len(part))]
+        width = torch.Size(task.meta.shape[2:]).numel()  # of a kernel
+        return [whole.moved(start, 0) if dim == 0 else whole.moved(0, start * width)]
+
+
+NEAREST = Arithmetic()
 
 
 @dataclass(kw_only=True)
@@ -47,12 +76,13 @@ class Merge(NamedTuple):
     """out = round(base + sum of the pairs' deltas), or round(scale * (base + delta)). All of one device.
 
     base and out: of one shape; [experts, rows, cols] where the pairs are of experts, otherwise a matrix or taken as one, see
-    plan.Adapter. scale: float32 [rows, 1] or [1, cols], see dora.py.
+    plan.Adapter. places: of each matrix, see Arithmetic. scale: float32 [rows, 1] or [1, cols], see dora.py.
     """
 
     base: torch.Tensor
     pairs: Sequence[Pair]
     out: torch.Tensor
+    places: Sequence[Place]
     scale: torch.Tensor | None = None
 
 
@@ -79,14 +109,14 @@ def scale_of(
     pair: Pair,
     magnitude: torch.Tensor,
     *,
-    precision: ops.Precision,
+    arithmetic: Arithmetic,
     traffic: Traffic,
 ) -> torch.Tensor:
     """Of DoRA, for a Merge. base: matrix with all inputs of some outputs, and the pair and the magnitude of these."""
     lora_A, lora_B, scaling = pair
     lora_A, lora_B, magnitude = (traffic.to(each, base.device) for each in (lora_A, lora_B, magnitude))
     dim = 0 if adapter.transposed else 1
-    return magnitude.float().unsqueeze(dim) / dora.norms(base, lora_A, lora_B, scaling, dim, precision)
+    return magnitude.float().unsqueeze(dim) / dora.norms(base, lora_A, lora_B, scaling, dim, arithmetic.precision)
 
 
 def not_finite(task: Task) -> ValueError:
@@ -123,23 +153,28 @@ def replace_rows(
         out[indices] = values.to(out.dtype)
 
 
-def merge(merges: Sequence[Merge], *, precision: ops.Precision, traffic: Traffic) -> torch.Tensor:
+def merge(merges: Sequence[Merge], *, arithmetic: Arithmetic, traffic: Traffic) -> torch.Tensor:
     """Do them, without gradients. Returns what rounding did, [len(merges), NUM_STATS] float64 on their device, see ops."""
     device = merges[0].base.device
-    bases, lora_As, lora_Bs, scalings, outs, owners = [], [], [], [], [], []
+    dithers = arithmetic.rounding == "dither"
+    bases, lora_As, lora_Bs, scalings, outs, places, owners = [], [], [], [], [], [], []
     scaled: dict[int, torch.Tensor] = {}
-    for i, (base, pairs, out, scale) in enumerate(merges):
+    for i, (base, pairs, out, own_places, scale) in enumerate(merges):
         lora_A, lora_B, scaling = _summed(pairs)
         # The base may be offloaded, and the adapter not: the merge is where the base is.
         lora_A, lora_B = traffic.to(lora_A, device), traffic.to(lora_B, device)
         if scale is not None:
-            scaled[i] = dora.merge(as_matrix(base), (lora_A, lora_B, scaling), scale, as_matrix(out), precision)
+            pair = lora_A, lora_B, scaling
+            scaled[i] = dora.merge(
+                as_matrix(base), pair, scale, as_matrix(out), arithmetic.precision, own_places[0] if dithers else None
+            )
             continue
         # Views of out: it is contiguous, or rows of what is.
         if lora_A.dim() == 2:
             matrices = [(as_matrix(base), lora_A, lora_B, as_matrix(out))]
         else:
             matrices = zip(base, lora_A, lora_B, out, strict=True)
+        places += own_places
         for matrix, A, B, into in matrices:
             # The kernel wants a row's elements adjacent; a base that was loaded transposed is copied, one at a time.
             bases.append(matrix if matrix.stride(1) == 1 else matrix.contiguous())
@@ -150,7 +185,17 @@ def merge(merges: Sequence[Merge], *, precision: ops.Precision, traffic: Traffic
             owners.append(i)
     statistics = torch.empty(len(bases), ops.NUM_STATS, dtype=torch.float64, device=device)
     if bases:  # of experts there may be none on this rank
-        ops.merge_cast_grouped_(bases, lora_As, lora_Bs, scalings, outs, statistics, precision=precision)
+        ops.merge_cast_grouped_(
+            bases,
+            lora_As,
+            lora_Bs,
+            scalings,
+            outs,
+            statistics,
+            precision=arithmetic.precision,
+            places=places if dithers else None,
+            fidelity=device.type == "cpu" if arithmetic.fidelity is None else arithmetic.fidelity,
+        )
     traffic.made_on[device.type] += sum(merge.out.nbytes for merge in merges)
     if owners == list(range(len(merges))):
         return statistics

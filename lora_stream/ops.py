@@ -2,7 +2,8 @@
 
     out = round(fp32(base) + scaling * (fp32(lora_B) @ fp32(lora_A)))
 
-accumulated in float32 and rounded once, to nearest even, to the dtype of ``out``. ``reference.py`` has the slow twin.
+accumulated in float32 and rounded once to the dtype of ``out``, to nearest even or dithered, see rounding.py.
+``reference.py`` has the slow twins.
 """
 
 from collections.abc import Sequence
@@ -11,8 +12,9 @@ from typing import Literal
 import torch
 
 from lora_stream import _C as _C  # registers the ops
+from lora_stream.rounding import ORIGIN, Place, RoundingMode, check_rounding
 
-NUM_STATS = 5  # columns of `stats`: changed, unmoved, kept_sq, delta_sq, checksum
+NUM_STATS = 6  # columns of `stats`: changed, unmoved, kept_sq, delta_sq, projected, checksum
 
 Precision = Literal["float32", "fast"]
 
@@ -25,6 +27,8 @@ def merge_cast_(
     out: torch.Tensor,
     *,
     precision: Precision = "float32",
+    rounding: RoundingMode = "nearest",
+    place: Place = ORIGIN,
 ) -> None:
     """Write ``base + scaling * lora_B @ lora_A`` into ``out``, rounded once.
 
@@ -40,10 +44,17 @@ def merge_cast_(
     that 2**-15 on CUDA devices, where lora_A and lora_B are float32 or differ in dtype, for half the arithmetic; it
     is meant for ranks from 64 on, where that may take longer than the memory. Elsewhere it changes nothing.
 
-    Raises RuntimeError for a wrong shape, dtype, device or stride, where out overlaps an input without being base, and on
+    rounding="dither" takes the neighbour further from zero with a probability equal to the fraction of the step (of float16's
+    denormals, to 2**-17); `place` says which random numbers decide. The error is then less than a step, with expectation
+    zero. A sum that is the base itself, so of every zero delta, is rounded to nearest; what is less than a step beyond the
+    dtype's largest value becomes that, never infinite. To float32 there is nothing to round.
+
+    Raises ValueError for another precision or rounding, RuntimeError for a wrong shape, dtype, device or stride, where out overlaps an input without being base, and on
     CUDA devices where this build has no kernel for them.
     """
-    torch.ops.lora_stream.merge_cast_(base, lora_A, lora_B, scaling, out, fast=is_fast(precision))
+    check_rounding(rounding, 0)
+    numbers = list(place) if rounding == "dither" else []
+    torch.ops.lora_stream.merge_cast_(base, lora_A, lora_B, scaling, out, place=numbers, fast=is_fast(precision))
 
 
 def merge_cast_grouped_(
@@ -55,16 +66,22 @@ def merge_cast_grouped_(
     stats: torch.Tensor | None = None,
     *,
     precision: Precision = "float32",
+    places: Sequence[Place] | None = None,
+    fidelity: bool = True,
 ) -> None:
     """``merge_cast_`` of many matrices in one parallel loop or launch; all lists have the same length.
 
+    places: of the matrices, to dither them; None rounds to nearest.
     stats: float64 [len(outs), NUM_STATS] or None; receives for each matrix, with ``delta`` the float32 product and
-    ``round`` the rounding to out's dtype: the number of elements with delta != 0, how many of those have
-    round(base + delta) == round(base), sum (round(base + delta) - round(base))**2, sum delta**2, and a checksum of the
-    rounded values (a sum of float32 bit patterns modulo 2**32). On a CUDA device it lies there too, and is filled in
-    stream order.
+    ``nearest`` the rounding of a base to out's dtype: the number of elements with delta != 0, how many of those have
+    out == nearest(base), sum (out - nearest(base))**2, sum delta**2, sum (out - base) * delta, and a checksum of the values
+    (a sum of float32 bit patterns modulo 2**32). On a CUDA device it lies there too, and is filled in stream order; there
+    fidelity=False leaves out the last sum but one, which is NaN then.
     """
-    torch.ops.lora_stream.merge_cast_grouped_(bases, lora_As, lora_Bs, scalings, outs, stats, fast=is_fast(precision))
+    numbers = [] if places is None else [number for place in places for number in place]
+    torch.ops.lora_stream.merge_cast_grouped_(
+        bases, lora_As, lora_Bs, scalings, outs, stats, places=numbers, fidelity=fidelity, fast=is_fast(precision)
+    )
 
 
 def is_fast(precision: str) -> bool:
@@ -75,12 +92,12 @@ def is_fast(precision: str) -> bool:
 
 
 @torch.library.register_fake("lora_stream::merge_cast_")
-def _(base, lora_A, lora_B, scaling, out, *, fast=False):
+def _(base, lora_A, lora_B, scaling, out, *, place=(), fast=False):
     _check_shapes(base, lora_A, lora_B, out)
 
 
 @torch.library.register_fake("lora_stream::merge_cast_grouped_")
-def _(bases, lora_As, lora_Bs, scalings, outs, stats=None, *, fast=False):
+def _(bases, lora_As, lora_Bs, scalings, outs, stats=None, *, places=(), fidelity=True, fast=False):
     for base, lora_A, lora_B, out in zip(bases, lora_As, lora_Bs, outs, strict=True):
         _check_shapes(base, lora_A, lora_B, out)
 
@@ -107,12 +124,14 @@ def _check_shapes(base: torch.Tensor, lora_A: torch.Tensor, lora_B: torch.Tensor
 # -- CUDA: the current stream is only known here, and the kernel is particular about how lora_A and lora_B lie. --------
 
 
-def _merge_cast_cuda_(base, lora_A, lora_B, scaling, out, *, fast=False):
-    _merge_cast_grouped_cuda_([base], [lora_A], [lora_B], [scaling], [out], fast=fast)
+def _merge_cast_cuda_(base, lora_A, lora_B, scaling, out, *, place=(), fast=False):
+    _merge_cast_grouped_cuda_([base], [lora_A], [lora_B], [scaling], [out], places=place, fast=fast)
 
 
 @torch.no_grad()
-def _merge_cast_grouped_cuda_(bases, lora_As, lora_Bs, scalings, outs, stats=None, *, fast=False):
+def _merge_cast_grouped_cuda_(
+    bases, lora_As, lora_Bs, scalings, outs, stats=None, *, places=(), fidelity=True, fast=False
+):
     if not _C.cuda_architectures:
         raise RuntimeError(
             "merge_cast_: this build of lora_stream has no kernel for CUDA devices: install it again with "
@@ -129,9 +148,11 @@ def _merge_cast_grouped_cuda_(bases, lora_As, lora_Bs, scalings, outs, stats=Non
     if stats is not None:
         stats.zero_()
     stream = torch.cuda.current_stream(device).cuda_stream
-    torch.ops.lora_stream._merge_cast_cuda_(bases, lora_As, lora_Bs, scalings, outs, stats, stream, fast)
+    torch.ops.lora_stream._merge_cast_cuda_(
+        bases, lora_As, lora_Bs, scalings, outs, stats, places, stream, fidelity, fast
+    )
     if stats is not None:
-        stats[:, 4].remainder_(2.0**32)  # checksums: whole numbers below 2**53, so this is exact
+        stats[:, -1].remainder_(2.0**32)  # checksums: whole numbers below 2**53, so this is exact
 
 
 def laid_out(lora_A: torch.Tensor, lora_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

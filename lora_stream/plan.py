@@ -144,6 +144,7 @@ class Task:
     adapters: tuple[Adapter, ...] = ()
     rows: tuple[Rows, ...] = ()
     trained: bool = False
+    own_name: str = ""  # in checkpoints of the model, whatever rename= makes of it: dithering goes by it
     unit: str = ""  # what the engine loads at once, see fused_unit
 
     @property
@@ -282,6 +283,7 @@ def build_plan(
             adapters=record.adapters,
             rows=record.rows,
             trained=record.trained,
+            own_name=record.name,
             unit=keys[record.name],
         )
         tasks.append(task)

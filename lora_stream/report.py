@@ -1,11 +1,12 @@
 """What a sync did, for people and for loggers."""
 
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 
-from lora_stream.filling import Rounding
+from lora_stream.fidelity import Fidelity, Rounding
 from lora_stream.plan import Fate, Scope
+from lora_stream.rounding import RoundingMode
 
 
 def format_bytes(count: float) -> str:
@@ -31,6 +32,8 @@ class SyncReport:
 
     weight_version: str
     scope: Scope
+    rounding_mode: RoundingMode  # of merged tensors
+    seed: int  # of dithering
     merged: tuple[str, ...]  # checkpoint names
     copied: tuple[str, ...]  # checkpoint names
     left: tuple[str, ...]  # FQNs: not sent, because unchanged, tied to another tensor or not part of the policy
@@ -51,17 +54,14 @@ class SyncReport:
     # Merged tensors whose adapter has moved since the last sync, or is not zero in the first, and whose values have not.
     unmoved_targets: tuple[str, ...] = ()
 
-    @property
-    def share_unmoved(self) -> float:
-        """Of the targeted elements with a delta, those that rounding put back where the base was; 0 where none has."""
-        changed = sum(rounding.changed for rounding in self.rounding.values())
-        return sum(rounding.unmoved for rounding in self.rounding.values()) / changed if changed else 0.0
+    @cached_property
+    def fidelity(self) -> Fidelity:
+        """How much of the adapter's update has arrived."""
+        return Fidelity.of(self.rounding)
 
     @property
-    def norm_kept(self) -> float:
-        """Norm of the update that arrived over the norm of the delta: 1 with no loss; 0 where there is no delta."""
-        delta_sq = sum(rounding.delta_sq for rounding in self.rounding.values())
-        return math.sqrt(sum(rounding.kept_sq for rounding in self.rounding.values()) / delta_sq) if delta_sq else 0.0
+    def how_rounded(self) -> str:
+        return f"dither, seed {self.seed}" if self.rounding_mode == "dither" else "nearest"
 
     def rows(self) -> list[tuple[str, str]]:
         """Label and text of each line that people read."""
@@ -78,8 +78,8 @@ class SyncReport:
             ("host to device or back", format_bytes(self.num_bytes_crossed)),
             ("peak staging", format_bytes(self.peak_staging_bytes)),
             ("seconds", ", ".join(f"{phase} {value:.3f}" for phase, value in self.seconds.items())),
-            ("lost to rounding", f"{self.share_unmoved:.1%} of the targeted elements did not move"),
-            ("norm kept", f"{self.norm_kept:.3f} of the delta's"),
+            ("rounding", self.how_rounded),
+            *self.fidelity.rows(),
         ]
         if self.unmoved_targets:
             rows.append(("UNMOVED", f"{len(self.unmoved_targets)} targets: {', '.join(self.unmoved_targets[:3])} ..."))
@@ -90,7 +90,7 @@ class SyncReport:
         return (
             f"{format_bytes(self.num_bytes)} sent in {self.seconds['total']:.3f} s, scope {self.scope}, "
             f"{len(self.merged)} tensors merged and {len(self.copied)} copied, {format_bytes(self.num_bytes_gathered)} "
-            f"gathered, {self.share_unmoved:.1%} of the targeted elements lost to rounding"
+            f"gathered, rounded by {self.how_rounded}, {self.fidelity.text} of the update captured"
         )
 
     def __str__(self) -> str:
@@ -100,11 +100,17 @@ class SyncReport:
     def to_dict(self) -> dict:
         """Plain numbers, strings, lists and dicts: json.dumps takes it."""
         return {
-            **{key: list(value) if isinstance(value, tuple) else value for key, value in vars(self).items()},
+            **{each.name: _plain(getattr(self, each.name)) for each in fields(self)},
             "seconds": dict(self.seconds),
             "made_on": dict(self.made_on),
             "account": {fqn: list(entry) for fqn, entry in self.account.items()},
             "rounding": {name: asdict(rounding) for name, rounding in self.rounding.items()},
-            "share_unmoved": self.share_unmoved,
-            "norm_kept": self.norm_kept,
+            "captured": self.fidelity.captured,
+            "moved": self.fidelity.moved,
+            "norm_ratio": self.fidelity.norm_ratio,
+            "worst": [list(each) for each in self.fidelity.worst()],
         }
+
+
+def _plain(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value

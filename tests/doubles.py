@@ -50,10 +50,12 @@ class Pieces:
     def batches(self, plan):
         for task in plan.tasks:
             self.tensors[task.meta.name] = out = torch.empty(task.meta.shape, dtype=task.meta.dtype)
-            step = self._rows if out.dim() > 1 else out.numel()
+            if out.dim() < 2:
+                yield Batch([Part(task, 0, out.numel(), out)], announce=lambda: None)
+                continue
             size = out[0].numel()
-            for begin in range(0, out.shape[0], step):
-                part = out[begin : begin + step]
+            for begin in range(0, out.shape[0], self._rows):
+                part = out[begin : begin + self._rows]
                 yield Batch([Part(task, begin * size, begin * size + part.numel(), part)], announce=lambda: None)
 
 

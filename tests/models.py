@@ -10,6 +10,8 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+import lora_stream
+
 SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -77,6 +79,11 @@ def expected(model: PeftModel, dtype: torch.dtype = torch.bfloat16) -> dict[str,
     if getattr(base.config, "tie_word_embeddings", False):
         del out["lm_head.weight"]
     return out
+
+
+def sent(model: torch.nn.Module, **kwargs) -> dict[str, torch.Tensor]:
+    """What a sync sends, which dithers where nothing else is said."""
+    return dict(lora_stream.stream(model, rounding="dither", **kwargs))
 
 
 STEP = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-20}

@@ -58,6 +58,59 @@ struct Avx2 {
     return _mm256_sub_epi32(count, _mm256_castps_si256(_mm256_and_ps(nonzero(x), _mm256_cmp_ps(a, b, _CMP_EQ_OQ))));
   }
   static F nonzero(F x) { return _mm256_cmp_ps(x, zero(), _CMP_NEQ_UQ); }
+
+  static I broadcast_bits(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
+  static void randoms(I row_key, I row_factor, const uint32_t* pair_keys, I& random0, I& random1) {
+    const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(pair_keys));
+    const __m256i x = _mm256_mullo_epi32(_mm256_xor_si256(row_key, pairs), row_factor);
+    const __m256i random = _mm256_xor_si256(x, _mm256_srli_epi32(x, 16));
+    random0 = _mm256_cvtepu16_epi32(_mm256_castsi256_si128(random));
+    random1 = _mm256_cvtepu16_epi32(_mm256_extracti128_si256(random, 1));
+  }
+  static F where_equal(F a, F b, F equal, F other) {
+    return _mm256_blendv_ps(other, equal, _mm256_cmp_ps(a, b, _CMP_EQ_OQ));
+  }
+  template <class T>
+  static bool beyond(F x0, F x1) {
+    return _mm256_movemask_ps(are_beyond<T>(x0, x1)) != 0;
+  }
+  template <class T>
+  static F are_beyond(F x0, F x1) {
+    constexpr uint32_t kLargest = std::is_same_v<T, BFloat16> ? 0x7f7f0000u : 0x477fe000u;
+    const __m256i larger = _mm256_max_epi32(magnitude(x0), magnitude(x1));
+    return _mm256_castsi256_ps(_mm256_cmpgt_epi32(larger, broadcast_bits(kLargest - 1)));
+  }
+  template <class T, bool kEqual>
+  static bool unusual(F x0, F x1, F w0, F w1) {
+    // bfloat16's largest value is close to float32's: the bit that numbers from 2 on have is enough.
+    F found = std::is_same_v<T, BFloat16> ? _mm256_or_ps(x0, x1) : are_beyond<T>(x0, x1);
+    if constexpr (kEqual) {
+      const F equal = _mm256_or_ps(_mm256_cmp_ps(x0, w0, _CMP_EQ_OQ), _mm256_cmp_ps(x1, w1, _CMP_EQ_OQ));
+      found = _mm256_or_ps(found, equal);
+    }
+    return !_mm256_testz_si256(_mm256_castps_si256(found), broadcast_bits(0x40000000u));
+  }
+  static __m256i magnitude(F x) { return _mm256_and_si256(_mm256_castps_si256(x), broadcast_bits(0x7fffffffu)); }
+  template <class T>
+  static F dither(F x, I random) {
+    const __m256i bits = _mm256_castps_si256(x);
+    if constexpr (std::is_same_v<T, BFloat16>) {
+      return _mm256_castsi256_ps(_mm256_and_si256(_mm256_add_epi32(bits, random), broadcast_bits(0xffff0000u)));
+    } else {
+      const F normal = _mm256_castsi256_ps(
+          _mm256_and_si256(_mm256_add_epi32(bits, _mm256_srli_epi32(random, 3)), broadcast_bits(0xffffe000u)));
+      const F size = _mm256_castsi256_ps(magnitude(x));
+      const F is_small = _mm256_cmp_ps(size, broadcast(6.103515625e-5f), _CMP_LT_OQ);
+      if (_mm256_movemask_ps(is_small) == 0) return normal;
+      const F steps = mul(size, broadcast(16777216.0f));
+      const F whole = _mm256_floor_ps(steps);
+      const F threshold = mul(add(_mm256_cvtepi32_ps(random), broadcast(0.5f)), broadcast(1.52587890625e-5f));
+      const F up = _mm256_cmp_ps(threshold, sub(steps, whole), _CMP_LT_OQ);
+      const F small = mul(add(whole, _mm256_and_ps(up, broadcast(1.0f))), broadcast(5.9604644775390625e-8f));
+      const F sign = _mm256_castsi256_ps(_mm256_and_si256(bits, broadcast_bits(0x80000000u)));
+      return _mm256_blendv_ps(normal, _mm256_or_ps(small, sign), is_small);
+    }
+  }
   static void fence() { _mm_sfence(); }
 
   static F load(const float* p) { return _mm256_loadu_ps(p); }

@@ -62,6 +62,50 @@ struct Avx512 {
   }
   static __mmask16 nonzero(F x) { return _mm512_cmp_ps_mask(x, zero(), _CMP_NEQ_UQ); }
   static I count_if(I count, __mmask16 mask) { return _mm512_mask_add_epi32(count, mask, count, _mm512_set1_epi32(1)); }
+
+  static I broadcast_bits(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
+  static void randoms(I row_key, I row_factor, const uint32_t* pair_keys, I& random0, I& random1) {
+    const __m512i x = _mm512_mullo_epi32(_mm512_xor_si512(row_key, _mm512_loadu_si512(pair_keys)), row_factor);
+    const __m512i random = _mm512_xor_si512(x, _mm512_srli_epi32(x, 16));
+    random0 = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(random));
+    random1 = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(random, 1));
+  }
+  static F where_equal(F a, F b, F equal, F other) {
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ), other, equal);
+  }
+  static __m512i magnitude(F x) { return _mm512_and_si512(_mm512_castps_si512(x), broadcast_bits(0x7fffffffu)); }
+  template <class T>
+  static bool beyond(F x0, F x1) {
+    constexpr uint32_t kLargest = std::is_same_v<T, BFloat16> ? 0x7f7f0000u : 0x477fe000u;
+    const __m512i larger = _mm512_max_epi32(magnitude(x0), magnitude(x1));
+    return _mm512_cmpgt_epi32_mask(larger, broadcast_bits(kLargest - 1)) != 0;
+  }
+  template <class T, bool kEqual>
+  static bool unusual(F x0, F x1, F w0, F w1) {
+    const bool equal = kEqual && (_mm512_cmp_ps_mask(x0, w0, _CMP_EQ_OQ) | _mm512_cmp_ps_mask(x1, w1, _CMP_EQ_OQ)) != 0;
+    return beyond<T>(x0, x1) || equal;
+  }
+  template <class T>
+  static F dither(F x, I random) {
+    const __m512i bits = _mm512_castps_si512(x);
+    if constexpr (std::is_same_v<T, BFloat16>) {
+      return _mm512_castsi512_ps(_mm512_and_si512(_mm512_add_epi32(bits, random), broadcast_bits(0xffff0000u)));
+    } else {
+      const __m512i normal =
+          _mm512_and_si512(_mm512_add_epi32(bits, _mm512_srli_epi32(random, 3)), broadcast_bits(0xffffe000u));
+      const F size = _mm512_castsi512_ps(magnitude(x));
+      const __mmask16 is_small = _mm512_cmp_ps_mask(size, broadcast(6.103515625e-5f), _CMP_LT_OQ);
+      if (is_small == 0) return _mm512_castsi512_ps(normal);
+      const F steps = mul(size, broadcast(16777216.0f));
+      const F whole = _mm512_cvtepi32_ps(_mm512_cvttps_epi32(steps));
+      const F threshold = mul(add(_mm512_cvtepi32_ps(random), broadcast(0.5f)), broadcast(1.52587890625e-5f));
+      const __mmask16 up = _mm512_cmp_ps_mask(threshold, sub(steps, whole), _CMP_LT_OQ);
+      const F steps_up = _mm512_mask_blend_ps(up, whole, add(whole, broadcast(1.0f)));
+      const __m512i small = _mm512_castps_si512(mul(steps_up, broadcast(5.9604644775390625e-8f)));
+      const __m512i sign = _mm512_and_si512(bits, broadcast_bits(0x80000000u));
+      return _mm512_castsi512_ps(_mm512_mask_blend_epi32(is_small, normal, _mm512_or_si512(small, sign)));
+    }
+  }
   static void fence() { _mm_sfence(); }
 
   static F load(const float* p) { return _mm512_loadu_ps(p); }

@@ -17,6 +17,8 @@ struct ScaleArgs {
   void* out;         // likewise
   int64_t rows, cols, base_stride, out_stride;
   DType base_dtype, out_dtype;
+  Rounding rounding;
+  Place place;  // of merged[0, 0], for kDither
 };
 
 // out[i, j] = round(scale * merged[i, j]) for rows [row_begin, row_end); statistics with scale * merged - base as the

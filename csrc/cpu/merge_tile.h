@@ -13,9 +13,12 @@
 //   kVectors is even) and, as static functions: zero, broadcast, fmadd(a, b, c) = a * b + c rounded once, add, sub,
 //   mul, sum(F); load(const T*), store(float*, F) unaligned; round<T>(F), the value rounded to T; store_rounded(T*, F,
 //   F, stream), two vectors rounded and stored; store_exact, the same for values that T holds; fence(), which orders
-//   streamed stores before later ones; and for the statistics zero_bits, sum_bits(I), add_bits(I, F), which adds bit
+//   streamed stores before later ones; for the statistics zero_bits, sum_bits(I), add_bits(I, F), which adds bit
 //   patterns, count_nonzero(I, F) and count_nonzero_and_equal(I, F, F, F), which add one to each lane that satisfies
-//   the name.
+//   the name. For dithering, see dither.h: broadcast_bits, randoms(I row_key, I row_factor, const uint32_t* pair_keys,
+//   I&, I&), the random bits of as many pairs of columns as there are lanes, dither<T>(F, I), which is dither_to() for
+//   what is not beyond<T>(F, F), as large as the largest T in any lane; unusual<T, kEqual>(x0, x1, w0, w1), a quick
+//   look whether that may be, or with kEqual whether a lane of x equals that of w; where_equal(a, b, F equal, F other).
 #pragma once
 
 #include <algorithm>
@@ -121,65 +124,93 @@ inline __attribute__((always_inline)) void prefetch(const W* row) {
 // Sums over one group of rows, kept in vectors until its end.
 template <class V>
 struct GroupStats {
-  typename V::F kept_sq = V::zero(), delta_sq = V::zero();
+  typename V::F kept_sq = V::zero(), delta_sq = V::zero(), projected = V::zero();
   typename V::I changed = V::zero_bits(), unmoved = V::zero_bits(), checksum = V::zero_bits();
 
-  inline __attribute__((always_inline)) void add(typename V::F rounded_base, typename V::F delta,
+  inline __attribute__((always_inline)) void add(typename V::F base, typename V::F rounded_base, typename V::F delta,
                                                  typename V::F rounded) {
     const auto kept = V::sub(rounded, rounded_base);
     kept_sq = V::fmadd(kept, kept, kept_sq);
     delta_sq = V::fmadd(delta, delta, delta_sq);
+    projected = V::fmadd(V::sub(rounded, base), delta, projected);
     changed = V::count_nonzero(changed, delta);
     unmoved = V::count_nonzero_and_equal(unmoved, delta, rounded, rounded_base);
     checksum = V::add_bits(checksum, rounded);
   }
 
   void add_to(MergeStats* stats) const {
-    stats->add({V::sum_bits(changed), V::sum_bits(unmoved), V::sum(kept_sq), V::sum(delta_sq),
+    stats->add({V::sum_bits(changed), V::sum_bits(unmoved), V::sum(kept_sq), V::sum(delta_sq), V::sum(projected),
                 static_cast<uint32_t>(V::sum_bits(checksum))});
   }
 };
 
 // One row of a strip: sums and base in, outputs out.
-template <class V, class W, class O, bool kStats>
-void finish_row(const float* sum, float scaling, const W* base, O* out, int64_t cols, bool stream, GroupStats<V>& stats,
-                MergeStats* tail_stats) {
+template <class V, class W, class O, bool kStats, bool kDither>
+void finish_row(const float* sum, float scaling, const W* base, O* out, int64_t cols, bool stream, uint64_t row_key,
+                int64_t first_col, const uint32_t* pair_keys, GroupStats<V>& stats, MergeStats* own_stats) {
   using F = typename V::F;
+  using I = typename V::I;
+  constexpr int64_t kStep = 2 * V::kLanes;
+  O* const type = nullptr;
+  const auto finish_one = [&](int64_t j) {
+    const float w = to_float(base[j]);
+    float x = std::fma(scaling, sum[j], w);
+    x = kDither && x != w ? dither_to(x, random_bits(row_key, first_col + j), type) : round_to(x, type);
+    if (kStats) {
+      const float delta = scaling * sum[j];
+      const float rounded_base = round_to(w, type), kept = x - rounded_base;
+      own_stats->add({delta != 0.0f, delta != 0.0f && x == rounded_base, kept * kept, delta * delta, (x - w) * delta,
+                      float_bits(x)});
+    }
+    store_as(out + j, x);
+  };
   const F s = V::broadcast(scaling);
+  [[maybe_unused]] const I key = V::broadcast_bits(static_cast<uint32_t>(row_key));
+  [[maybe_unused]] const I factor = V::broadcast_bits(static_cast<uint32_t>(row_key >> 32) | 1u);
   int64_t j = 0;
-  for (; j + 2 * V::kLanes <= cols; j += 2 * V::kLanes) {
+  // What is cut within a pair of columns goes the slow way.
+  for (; j + kStep <= (kDither && first_col % 2 != 0 ? 0 : cols); j += kStep) {
     const F dot0 = V::load(sum + j);
     const F dot1 = V::load(sum + j + V::kLanes);
     const F w0 = V::load(base + j);
     const F w1 = V::load(base + j + V::kLanes);
     F x0 = V::fmadd(s, dot0, w0);
     F x1 = V::fmadd(s, dot1, w1);
-    if (kStats) {
+    if constexpr (kDither) {
+      I random0, random1;
+      V::randoms(key, factor, pair_keys + j / 2, random0, random1);
+      F y0 = V::template dither<O>(x0, random0);
+      F y1 = V::template dither<O>(x1, random1);
+      // A base in out's dtype is exact there and stays as it is by itself.
+      constexpr bool kMayRound = !std::is_same_v<W, O>;
+      if (__builtin_expect(V::template unusual<O, kMayRound>(x0, x1, w0, w1), 0)) {
+        if (V::template beyond<O>(x0, x1)) {
+          for (int64_t l = 0; l < kStep; ++l) finish_one(j + l);
+          continue;
+        }
+        y0 = V::where_equal(x0, w0, V::template round<O>(x0), y0);
+        y1 = V::where_equal(x1, w1, V::template round<O>(x1), y1);
+      }
+      x0 = y0;
+      x1 = y1;
+    } else if (kStats) {
       x0 = V::template round<O>(x0);
       x1 = V::template round<O>(x1);
-      stats.add(std::is_same_v<W, O> ? w0 : V::template round<O>(w0), V::mul(s, dot0), x0);
-      stats.add(std::is_same_v<W, O> ? w1 : V::template round<O>(w1), V::mul(s, dot1), x1);
     }
     if (kStats) {
+      stats.add(w0, std::is_same_v<W, O> ? w0 : V::template round<O>(w0), V::mul(s, dot0), x0);
+      stats.add(w1, std::is_same_v<W, O> ? w1 : V::template round<O>(w1), V::mul(s, dot1), x1);
+    }
+    if (kStats || kDither) {
       V::store_exact(out + j, x0, x1, stream);
     } else {
       V::store_rounded(out + j, x0, x1, stream);
     }
   }
-  for (; j < cols; ++j) {
-    O* const type = nullptr;
-    const float w = to_float(base[j]);
-    const float x = round_to(std::fma(scaling, sum[j], w), type);
-    if (kStats) {
-      const float delta = scaling * sum[j];
-      const float rounded_base = round_to(w, type), kept = x - rounded_base;
-      tail_stats->add({delta != 0.0f, delta != 0.0f && x == rounded_base, kept * kept, delta * delta, float_bits(x)});
-    }
-    store_as(out + j, x);
-  }
+  for (; j < cols; ++j) finish_one(j);
 }
 
-template <class V, class W, class O, bool kStats>
+template <class V, class W, class O, bool kStats, bool kDither>
 void merge_rows_of(const MergeArgs& args, int64_t row_begin, int64_t row_end, MergeStats* stats) {
   constexpr int64_t kCols = V::kVectors * V::kLanes;
   const W* base = static_cast<const W*>(args.base);
@@ -197,10 +228,15 @@ void merge_rows_of(const MergeArgs& args, int64_t row_begin, int64_t row_end, Me
                       aligned(reinterpret_cast<intptr_t>(out)) &&
                       aligned(args.out_stride * static_cast<int64_t>(sizeof(O)));
   alignas(64) float sum[V::kRows * kStripCols];
+  std::unique_ptr<uint32_t[]> pair_keys(kDither ? new uint32_t[num_strips * kStripCols / 2] : nullptr);
 
   for (int64_t block = 0; block < args.cols; block += num_strips * kStripCols) {
     const int64_t block_end = std::min(args.cols, block + num_strips * kStripCols);
     pack_lora_A<V>(args, block, block_end, packed.get());
+    if (kDither) {
+      for (int64_t p = 0; p < (block_end - block + 1) / 2; ++p)
+        pair_keys[p] = pair_key((args.place.col + block) / 2 + p);
+    }
     for (int64_t first_row = row_begin; first_row < row_end; first_row += kGroups * V::kRows) {
       const int64_t last_row = std::min(row_end, first_row + kGroups * V::kRows);
       for (int64_t row = first_row; row < last_row; row += V::kRows) {
@@ -226,8 +262,11 @@ void merge_rows_of(const MergeArgs& args, int64_t row_begin, int64_t row_end, Me
             dot_tile<V>(panel, B, args.rank, sum + j);
           }
           for (int64_t i = 0; i < rows; ++i) {
-            finish_row<V, W, O, kStats>(sum + i * kStripCols, args.scaling, base + (row + i) * args.base_stride + col,
-                                        out + (row + i) * args.out_stride + col, cols, stream, group_stats, stats);
+            const uint64_t key = kDither ? row_key(args.place.key, args.place.row + row + i) : 0;
+            finish_row<V, W, O, kStats, kDither>(
+                sum + i * kStripCols, args.scaling, base + (row + i) * args.base_stride + col,
+                out + (row + i) * args.out_stride + col, cols, stream, key, args.place.col + col,
+                pair_keys.get() + (col - block) / 2, group_stats, stats);
           }
         }
       }
@@ -258,8 +297,14 @@ void merge_rows(const MergeArgs& args, int64_t row_begin, int64_t row_end, Merge
       using W = std::remove_pointer_t<decltype(base_type)>;
       using O = std::remove_pointer_t<decltype(out_type)>;
       if (args.rank == 0) return cast_rows<W, O>(args, row_begin, row_end, stats);
-      if (stats != nullptr) return merge_rows_of<V, W, O, true>(args, row_begin, row_end, stats);
-      return merge_rows_of<V, W, O, false>(args, row_begin, row_end, stats);
+      if constexpr (!std::is_same_v<O, float>) {  // the sum is a float already
+        if (args.rounding == Rounding::kDither) {
+          if (stats != nullptr) return merge_rows_of<V, W, O, true, true>(args, row_begin, row_end, stats);
+          return merge_rows_of<V, W, O, false, true>(args, row_begin, row_end, stats);
+        }
+      }
+      if (stats != nullptr) return merge_rows_of<V, W, O, true, false>(args, row_begin, row_end, stats);
+      return merge_rows_of<V, W, O, false, false>(args, row_begin, row_end, stats);
     });
   });
 }

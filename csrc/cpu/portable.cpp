@@ -24,6 +24,25 @@ struct Portable {
   static I add_bits(I sum, F x) { return sum + float_bits(x); }
   static I count_nonzero(I count, F x) { return count + (x != 0.0f); }
   static I count_nonzero_and_equal(I count, F x, F a, F b) { return count + (x != 0.0f && a == b); }
+  static I broadcast_bits(uint32_t x) { return x; }
+  static void randoms(I row_key, I row_factor, const uint32_t* pair_keys, I& random0, I& random1) {
+    const uint32_t x = (*pair_keys ^ row_key) * row_factor, random = x ^ (x >> 16);
+    random0 = random & 0xffffu;
+    random1 = random >> 16;
+  }
+  static F where_equal(F a, F b, F equal, F other) { return a == b ? equal : other; }
+  template <class T>
+  static bool beyond(F, F) {
+    return false;
+  }
+  template <class T, bool kEqual>
+  static bool unusual(F x0, F x1, F w0, F w1) {
+    return kEqual && (x0 == w0 || x1 == w1);
+  }
+  template <class T>
+  static F dither(F x, I random) {
+    return dither_to(x, random, static_cast<T*>(nullptr));
+  }
   static void fence() {}
 
   template <class T>

@@ -9,29 +9,41 @@ namespace lora_stream::cuda {
 namespace {
 
 // Two blocks on a multiprocessor: one loads lora_A while the other one streams.
-template <Operands kOperands, int kBaseBytes, bool kStats>
+template <Operands kOperands, int kBaseBytes, Statistics kStatistics>
 __global__ void __launch_bounds__(kThreads, 2) merge_kernel(const __grid_constant__ Table table) {
-  merge<kOperands, kBaseBytes, kStats>(table);
+  merge<kOperands, kBaseBytes, kStatistics>(table);
 }
 
 using Kernel = void (*)(Table);
 
-template <Operands kOperands>
-Kernel kernel_of(int base_bytes, bool stats) {
-  if (base_bytes == 4) return stats ? merge_kernel<kOperands, 4, true> : merge_kernel<kOperands, 4, false>;
-  return stats ? merge_kernel<kOperands, 2, true> : merge_kernel<kOperands, 2, false>;
+template <Operands kOperands, int kBaseBytes>
+Kernel kernel_of(Statistics statistics) {
+  switch (statistics) {
+    case Statistics::kNone:
+      return merge_kernel<kOperands, kBaseBytes, Statistics::kNone>;
+    case Statistics::kRounding:
+      return merge_kernel<kOperands, kBaseBytes, Statistics::kRounding>;
+    case Statistics::kFidelity:
+      return merge_kernel<kOperands, kBaseBytes, Statistics::kFidelity>;
+  }
+  return nullptr;
 }
 
-Kernel kernel_of(const Launch& launch, bool stats) {
+template <Operands kOperands>
+Kernel kernel_of(int base_bytes, Statistics statistics) {
+  return base_bytes == 4 ? kernel_of<kOperands, 4>(statistics) : kernel_of<kOperands, 2>(statistics);
+}
+
+Kernel kernel_of(const Launch& launch, Statistics statistics) {
   switch (launch.operands) {
     case Operands::kBFloat16:
-      return kernel_of<Operands::kBFloat16>(launch.base_bytes, stats);
+      return kernel_of<Operands::kBFloat16>(launch.base_bytes, statistics);
     case Operands::kFloat16:
-      return kernel_of<Operands::kFloat16>(launch.base_bytes, stats);
+      return kernel_of<Operands::kFloat16>(launch.base_bytes, statistics);
     case Operands::kTwoPlanes:
-      return kernel_of<Operands::kTwoPlanes>(launch.base_bytes, stats);
+      return kernel_of<Operands::kTwoPlanes>(launch.base_bytes, statistics);
     case Operands::kThreePlanes:
-      return kernel_of<Operands::kThreePlanes>(launch.base_bytes, stats);
+      return kernel_of<Operands::kThreePlanes>(launch.base_bytes, statistics);
   }
   return nullptr;
 }
@@ -56,7 +68,11 @@ class OnDevice {
   cudaError_t error_;
 };
 
-cudaError_t launch_all(const std::vector<MergeArgs>& group, double* stats, bool fast, int device, cudaStream_t stream) {
+cudaError_t launch_all(const std::vector<MergeArgs>& group, double* stats, bool fidelity, bool fast, int device,
+                       cudaStream_t stream) {
+  const Statistics statistics = stats == nullptr ? Statistics::kNone
+                                : fidelity       ? Statistics::kFidelity
+                                                 : Statistics::kRounding;
   const OnDevice on_device(device);
   if (on_device.error() != cudaSuccess) return on_device.error();
   int multiprocessors = 0, max_shared_bytes = 0, all_shared_bytes = 0;
@@ -70,7 +86,7 @@ cudaError_t launch_all(const std::vector<MergeArgs>& group, double* stats, bool 
   if (error != cudaSuccess) return error;
 
   for (const Launch& launch : schedule(group, stats, fast, max_shared_bytes, kItemsPerBlock * 2 * multiprocessors)) {
-    const Kernel kernel = kernel_of(launch, stats != nullptr);
+    const Kernel kernel = kernel_of(launch, statistics);
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  static_cast<int>(launch.shared_bytes));
     // Shared memory for two blocks, and the rest for the cache, in which two warps each find the same rows of lora_B.
@@ -110,8 +126,9 @@ std::string text_of(cudaError_t error) {
 
 }  // namespace
 
-std::string merge(const std::vector<MergeArgs>& group, double* stats, bool fast, int device, void* stream) {
-  return text_of(launch_all(group, stats, fast, device, static_cast<cudaStream_t>(stream)));
+std::string merge(const std::vector<MergeArgs>& group, double* stats, bool fidelity, bool fast, int device,
+                  void* stream) {
+  return text_of(launch_all(group, stats, fidelity, fast, device, static_cast<cudaStream_t>(stream)));
 }
 
 std::string pin(void* memory, std::size_t bytes, int device) {

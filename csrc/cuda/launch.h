@@ -10,9 +10,10 @@
 namespace lora_stream::cuda {
 
 // Enqueues the merges of a group on `stream` (a cudaStream_t) of `device`; returns at once. stats: float64
-// [group.size(), 5] in the device's memory, added to, its checksums without the modulo; or null. Returns an empty text,
-// or what went wrong.
-std::string merge(const std::vector<MergeArgs>& group, double* stats, bool fast, int device, void* stream);
+// [group.size(), 6] in the device's memory, added to, its checksums without the modulo; or null. Without `fidelity` its
+// `projected` is NaN. Returns an empty text, or what went wrong.
+std::string merge(const std::vector<MergeArgs>& group, double* stats, bool fidelity, bool fast, int device,
+                  void* stream);
 
 // Whether the device can write to host memory from `begin` up to `end`: it is pinned there. On success the addresses
 // that the device knows it by are the host's.

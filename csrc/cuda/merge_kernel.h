@@ -38,6 +38,10 @@ __host__ __device__ constexpr int num_planes(Operands operands) {
   return operands == Operands::kThreePlanes ? 3 : operands == Operands::kTwoPlanes ? 2 : 1;
 }
 
+// What is added up beside the merge. kFidelity is all of ../merge_cast.h's MergeStats, kRounding leaves `projected`
+// out, as NaN.
+enum class Statistics { kNone, kRounding, kFidelity };
+
 constexpr int kThreads = 256;
 constexpr int kStripCols = 128;  // of a block; two warps side by side
 constexpr int kStepRows = 64;    // of a block; four warps one below the other
@@ -46,7 +50,8 @@ constexpr int kTileRows = 16;
 constexpr int kStepRank = 16;                 // of one multiplication
 constexpr int kStripStride = kStripCols + 8;  // eight more, so that eight rows lie in different banks
 constexpr int kNumSums = kTileCols / 8;       // 16 x 8 results of a warp
-constexpr int kNumStats = 5;                  // as in ops.py
+constexpr int kNumStats = 6;                  // as in ops.py
+constexpr int kStatsWords = 7;                // of a thread: an odd number, so that 32 threads meet no bank twice
 __host__ __device__ constexpr int num_stages(int base_bytes) { return base_bytes == 4 ? 2 : 3; }
 
 __host__ __device__ constexpr int64_t strip_bytes(Operands operands, int64_t ranks) {
@@ -56,7 +61,7 @@ __host__ __device__ constexpr int64_t ring_bytes(int base_bytes) {
   return static_cast<int64_t>(num_stages(base_bytes)) * kStepRows * kStripCols * base_bytes;
 }
 // Shared memory of a block: statistics, the ring, lora_A's strip.
-constexpr int64_t kStatsBytes = kThreads * kNumStats * 4;
+constexpr int64_t kStatsBytes = kThreads * kStatsWords * 4;
 __host__ __device__ constexpr int64_t shared_bytes(Operands operands, int base_bytes, int64_t strip_ranks) {
   return kStatsBytes + ring_bytes(base_bytes) + strip_bytes(operands, strip_ranks);
 }
@@ -68,7 +73,7 @@ struct Entry {
 };
 
 // A kernel's parameters may have 32764 bytes: so a table is never uploaded.
-constexpr int kMaxEntries = 226;
+constexpr int kMaxEntries = 194;
 
 struct Table {
   int32_t num_items;
@@ -346,11 +351,12 @@ __device__ __forceinline__ void store_float32(float* target, bool vectors, int w
 
 // -- statistics -----------------------------------------------------------------------------------------------------
 
-// One thread's share of MergeStats, over one item. It waits in shared memory, where five words each lie in different
-// banks, while the multiplications need all registers.
+// One thread's share of MergeStats, over one item. It waits in shared memory while the multiplications need all
+// registers.
 struct Sums {
   uint32_t changed, unmoved, checksum;
-  float kept_sq, delta_sq;
+  float kept_sq, delta_sq, projected;
+  uint32_t unused[kStatsWords - kNumStats];
 
   __device__ __forceinline__ void add(float rounded_base, float delta, float rounded) {
     const float kept = rounded - rounded_base;
@@ -362,7 +368,9 @@ struct Sums {
   }
 
   // Adds the warp's sums to the matrix's. The checksum is one modulo 2**32; the caller of the kernel takes the rest.
+  template <Statistics kStatistics>
   __device__ __forceinline__ void add_to(double* stats, const Lane& lane) {
+    if constexpr (kStatistics != Statistics::kFidelity) projected = bits_float(0x7fc00000u);  // nobody has looked
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) {
       changed += __shfl_xor_sync(~0u, changed, offset);
@@ -370,15 +378,36 @@ struct Sums {
       checksum += __shfl_xor_sync(~0u, checksum, offset);
       kept_sq += __shfl_xor_sync(~0u, kept_sq, offset);
       delta_sq += __shfl_xor_sync(~0u, delta_sq, offset);
+      projected += __shfl_xor_sync(~0u, projected, offset);
     }
     if (lane.lane != 0) return;
     atomicAdd(stats + 0, static_cast<double>(changed));
     atomicAdd(stats + 1, static_cast<double>(unmoved));
     atomicAdd(stats + 2, static_cast<double>(kept_sq));
     atomicAdd(stats + 3, static_cast<double>(delta_sq));
-    atomicAdd(stats + 4, static_cast<double>(checksum));
+    atomicAdd(stats + 4, static_cast<double>(projected));
+    atomicAdd(stats + 5, static_cast<double>(checksum));
   }
 };
+
+// -- dithering ------------------------------------------------------------------------------------------------------
+
+// One of the two neighbours of the sum x in out's dtype, as dither_to() of ../dtype.h; a sum that is the base itself
+// stays as it is, to be rounded to nearest.
+__device__ __forceinline__ float dither(DType dtype, float x, float base, uint32_t random) {
+  const uint32_t bits = float_bits(x), magnitude = bits & 0x7fffffffu;
+  if (dtype == DType::kBFloat16) {
+    const uint32_t dithered = (magnitude < 0x7f7f0000u ? bits + random : bits) & 0xffff0000u;
+    return x == base || magnitude > 0x7f800000u ? x : bits_float(dithered);
+  }
+  const uint32_t dithered = (magnitude < 0x477fe000u ? bits + (random >> 3) : bits) & 0xffffe000u;
+  if (x == base || magnitude >= 0x47800000u) return x;
+  if (magnitude >= 0x38800000u) return bits_float(dithered);
+  const float steps = bits_float(magnitude) * 16777216.0f;  // of denormals
+  const float whole = static_cast<float>(static_cast<int32_t>(steps));
+  const bool up = (static_cast<float>(random) + 0.5f) * (1.0f / 65536) < steps - whole;
+  return bits_float(float_bits((up ? whole + 1.0f : whole) * (1.0f / 16777216)) | (bits & 0x80000000u));
+}
 
 // -- the kernel -----------------------------------------------------------------------------------------------------
 
@@ -445,14 +474,17 @@ __device__ __forceinline__ void sum_again(const MergeArgs& args, int row, int ro
 }
 
 // Sums and base to results: into the tile where they have 16 bits, else to out.
-template <int kBaseBytes, bool kStats>
+template <int kBaseBytes, Statistics kStatistics>
 __device__ __forceinline__ void finish_tile(const MergeArgs& args, int row, int rows, int col, int cols,
                                             unsigned char* tile, const Lane& lane, const float (&sums)[kNumSums][4],
                                             Sums* shared_stats) {
+  constexpr bool kStats = kStatistics != Statistics::kNone;
+  const bool dithers = args.rounding == Rounding::kDither && args.out_dtype != DType::kFloat32;
   Sums stats = {};
   if constexpr (kStats) stats = *shared_stats;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
+    const uint64_t key = dithers ? row_key(args.place.key, args.place.row + row + lane.row + h * 8) : 0;
 #pragma unroll
     for (int c = 0; c < kTileCols / 32; ++c) {
       const int r = lane.row + h * 8, width = r < rows ? cols - c * 32 - lane.quad * 8 : 0;
@@ -462,7 +494,31 @@ __device__ __forceinline__ void finish_tile(const MergeArgs& args, int row, int 
       for (int j = 0; j < 8; ++j) {
         merged[j] = fma(args.scaling, sums[c * 4 + j / 2][h * 2 + j % 2], base[j]);
       }
+      if (dithers) {
+        const int64_t first_col = args.place.col + col + c * 32 + lane.quad * 8;
+        if (first_col % 2 == 0) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const uint32_t pair = random_pair(key, pair_key(first_col / 2 + j));
+            merged[2 * j] = dither(args.out_dtype, merged[2 * j], base[2 * j], pair & 0xffffu);
+            merged[2 * j + 1] = dither(args.out_dtype, merged[2 * j + 1], base[2 * j + 1], pair >> 16);
+          }
+        } else {  // cut within a pair
+#pragma unroll
+          for (int j = 0; j < 8; ++j) {
+            merged[j] = dither(args.out_dtype, merged[j], base[j], random_bits(key, first_col + j));
+          }
+        }
+      }
+      const auto delta = [&](int j) { return args.scaling * sums[c * 4 + j / 2][h * 2 + j % 2]; };
+      const auto project = [&](int j) {
+        if (j < width) stats.projected = fma(merged[j] - base[j], delta(j), stats.projected);
+      };
       if (args.out_dtype == DType::kFloat32) {
+        if constexpr (kStatistics == Statistics::kFidelity) {
+#pragma unroll
+          for (int j = 0; j < 8; ++j) project(j);
+        }
         float* target = static_cast<float*>(args.out) + (row + r) * args.out_stride + col + c * 32 + lane.quad * 8;
         store_float32(target, is_aligned(args.out, args.out_stride * 4, 16), width, merged);
       } else {
@@ -472,6 +528,10 @@ __device__ __forceinline__ void finish_tile(const MergeArgs& args, int row, int 
           words[j] = pack(args.out_dtype, merged[2 * j], merged[2 * j + 1]);
           if constexpr (kStats) {
             unpack(args.out_dtype, words[j], merged[2 * j], merged[2 * j + 1]);
+            if constexpr (kStatistics == Statistics::kFidelity) {
+              project(2 * j);
+              project(2 * j + 1);
+            }
             unpack(args.out_dtype, pack(args.out_dtype, base[2 * j], base[2 * j + 1]), base[2 * j], base[2 * j + 1]);
           }
         }
@@ -481,8 +541,7 @@ __device__ __forceinline__ void finish_tile(const MergeArgs& args, int row, int 
       if constexpr (kStats) {  // base and merged are rounded now
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-          const float delta = args.scaling * sums[c * 4 + j / 2][h * 2 + j % 2];
-          if (j < width) stats.add(base[j], delta, merged[j]);
+          if (j < width) stats.add(base[j], delta(j), merged[j]);
         }
       }
     }
@@ -508,7 +567,7 @@ __device__ __forceinline__ int part(int begin, int end, int size) {
   return end - begin < size ? (end > begin ? end - begin : 0) : size;
 }
 
-template <Operands kOperands, int kBaseBytes, bool kStats>
+template <Operands kOperands, int kBaseBytes, Statistics kStatistics>
 __device__ __forceinline__ void merge(const Table& table) {
   using T = Tile<kBaseBytes>;
   constexpr int kPlanes = num_planes(kOperands), kStages = num_stages(kBaseBytes);
@@ -532,7 +591,7 @@ __device__ __forceinline__ void merge(const Table& table) {
     const auto tile_at = [&](int row) { return ring + row / kStepRows % kStages * T::kBytes; };
     const int rank = static_cast<int>(args.rank);
     bool staged = false, beyond_A = false;
-    if constexpr (kStats) *stats() = {};
+    if constexpr (kStatistics != Statistics::kNone) *stats() = {};
 
     __syncwarp();  // the last item's tiles have been stored
 #pragma unroll 1
@@ -582,13 +641,14 @@ __device__ __forceinline__ void merge(const Table& table) {
 
       copy_async_wait<kStages - 1>();
       __syncwarp();  // every lane's copies have arrived
-      finish_tile<kBaseBytes, kStats>(args, row, rows(row), col, cols(), tile_at(row), lane.again(), sums, stats());
+      finish_tile<kBaseBytes, kStatistics>(args, row, rows(row), col, cols(), tile_at(row), lane.again(), sums,
+                                           stats());
       if (args.out_dtype != DType::kFloat32) {
         __syncwarp();  // every lane's results are in the tile
         store_results<kBaseBytes>(args, row, rows(row), col, cols(), tile_at(row), lane.again());
       }
     }
-    if constexpr (kStats) stats()->add_to(entry.stats, lane);
+    if constexpr (kStatistics != Statistics::kNone) stats()->template add_to<kStatistics>(entry.stats, lane);
     // The number of this item from where it lies: carried through the loops it would cost a register that they need.
     item = entry.first_item + (row_end - 1) / table.item_rows * num_strips() + col / kStripCols;
     item += static_cast<int>(gridDim.x);

@@ -48,6 +48,8 @@ inline MergeArgs block_of(MergeArgs args, int64_t row, int64_t col) {
   args.out = const_cast<char*>(at(args.out, row * args.out_stride + col, args.out_dtype));
   args.lora_A = at(args.lora_A, col, args.lora_A_dtype);
   args.lora_B = at(args.lora_B, row * args.lora_B_strides[0], args.lora_B_dtype);
+  args.place.row += row;
+  args.place.col += col;
   args.rows = std::min(args.rows - row, kMaxSide);
   args.cols = std::min(args.cols - col, kMaxSide);
   return args;

@@ -19,6 +19,7 @@ from torch import nn
 from lora_stream import _C, dora, ops
 from lora_stream.bench import measuring
 from lora_stream.bench.results import Group, Way
+from lora_stream.rounding import ORIGIN
 
 SCALING = 0.7
 CEILING, OURS = "copy", "ours"
@@ -65,7 +66,7 @@ def make_buffers(case: Case, device: torch.device) -> list[Buffers]:
         raise MemoryError(f"{needed >> 20} MiB are needed for buffers that the cache does not hold")
 
     def one() -> Buffers:
-        base = torch.randn(case.rows, case.cols, device=device).to(case.dtype)
+        base = (0.02 * torch.randn(case.rows, case.cols, device=device)).to(case.dtype)  # as weights are
         return Buffers(
             base,
             torch.randn(case.rank, case.cols, device=device),
@@ -95,9 +96,13 @@ def bench(
         b = next(turn)
         ops.merge_cast_(b.base, b.lora_A, b.lora_B, SCALING, b.out)
 
-    def merge_with_statistics() -> None:
+    def dither() -> None:
         b = next(turn)
-        ops.merge_cast_grouped_([b.base], [b.lora_A], [b.lora_B], [SCALING], [b.out], stats)
+        ops.merge_cast_(b.base, b.lora_A, b.lora_B, SCALING, b.out, rounding="dither")
+
+    def merge_with_statistics(**rounding) -> None:
+        b = next(turn)
+        ops.merge_cast_grouped_([b.base], [b.lora_A], [b.lora_B], [SCALING], [b.out], stats, **rounding)
 
     def copy() -> None:
         b = next(turn)
@@ -117,8 +122,16 @@ def bench(
         lora_A, lora_B = (b.lora_A, b.lora_B) if same else (b.lora_A.to(case.dtype), b.lora_B.to(case.dtype))
         b.out.copy_(b.full.addmm_(lora_B, lora_A, alpha=SCALING))
 
-    candidates = {CEILING: copy, OURS: merge, "ours, with statistics": merge_with_statistics, "eager": eager}
-    candidates |= {"addmm": addmm, "addmm_": addmm_in_place}
+    candidates = {
+        CEILING: copy,
+        OURS: merge,
+        "ours, dithered": dither,
+        "ours, with statistics": merge_with_statistics,
+        "ours, dithered, with statistics": lambda: merge_with_statistics(places=[ORIGIN]),
+        "eager": eager,
+        "addmm": addmm,
+        "addmm_": addmm_in_place,
+    }
     missing = {}
     for path in paths:
         candidates[f"ours, {path}"] = _on_path(path, merge)

@@ -18,6 +18,7 @@ from lora_stream.checkpoint.writing import Weights, carry_over, list_files, pars
 from lora_stream.merged_weights import MergedWeights, ranks_of, refuse
 from lora_stream.peft import base_model_of
 from lora_stream.plan import MERGE_DTYPES
+from lora_stream.rounding import RoundingMode
 
 
 def export(
@@ -25,6 +26,8 @@ def export(
     directory: str | Path,
     *,
     dtype: torch.dtype = torch.bfloat16,
+    rounding: RoundingMode = "nearest",
+    seed: int = 0,
     max_shard_size: int | str = "5GB",
     adapter_name: str | None = None,
     untie: bool = False,
@@ -39,7 +42,7 @@ def export(
 
     model: a transformers model with PEFT's adapters or without, in whatever wrappers; of a sharded one every rank calls.
     directory: does not exist or is empty; it is there when all is written, or not at all.
-    dtype, max_shard_size, untie: as of `merge`. adapter_name, onload, offload: as of MergedWeights.
+    dtype, rounding, seed, max_shard_size, untie: as of `merge`. adapter_name, onload, offload: as of MergedWeights.
     processing_class: a tokenizer or processor, or anything else with save_pretrained, to go with it.
     base: the directory whose tokenizer, processor, code and license go with it; None: the one that the model was loaded from.
     is_writer: whether this rank writes; None: the first does. progress: called there with the bytes written and all there will be.
@@ -61,13 +64,15 @@ def export(
         model,
         wire_dtype=dtype,
         adapter_name=adapter_name,
+        rounding=rounding,
+        seed=seed,
         untie=untie,
         onload=onload,
         offload=offload,
         gather="sender",
         is_sender=writes,
     )
-    report = CheckpointReport(out=str(directory), dtype=str(dtype).removeprefix("torch."))
+    report = CheckpointReport(out=str(directory), dtype=str(dtype).removeprefix("torch."), rounding=rounding, seed=seed)
     with ExitStack() as stack:
         aside, file = directory, None
 
@@ -106,7 +111,7 @@ def export(
             if file is None:
                 return
             file.finish()
-            report.count(stream.stats.rounding.values())
+            report.roundings |= stream.stats.rounding
             report.finish(stream.plan)
             report.files = list_files(aside)
             stack.close()  # gives the directory its name

@@ -25,9 +25,12 @@ from lora_stream.checkpoint.reports import CheckpointReport
 from lora_stream.checkpoint.sources import adapter_of, open_source
 from lora_stream.checkpoint.tensors import read_json
 from lora_stream.checkpoint.writing import ReusedStaging, Weights, carry_over, list_files, parse_size, write_file
+from lora_stream.fidelity import warn_if_low
 from lora_stream.merged_weights import Stream
+from lora_stream.merging import Arithmetic
 from lora_stream.peft import lora_layers, read_model
 from lora_stream.plan import MERGE_DTYPES, Plan, Task, build_plan
+from lora_stream.rounding import RoundingMode
 
 BUCKET_BYTES = 32 * 1024 * 1024
 ADAPTER_DIRECTORY = "lora_adapter"
@@ -41,6 +44,8 @@ def merge(
     *,
     base: str | Path | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    rounding: RoundingMode = "nearest",
+    seed: int = 0,
     max_shard_size: int | str = "5GB",
     adapter_only: bool = False,
     with_adapter: bool = False,
@@ -60,6 +65,8 @@ def merge(
     base: the base model's directory; None: the one that the adapter names, or the source itself where it holds the base too.
     dtype: of floating-point weights as written; integer buffers keep theirs, and what the model's checkpoints hold in float32
         beside it stays in float32.
+    rounding, seed: of merged weights to that dtype, see rounding.py. To nearest, the checkpoint is what anybody else would merge;
+        dithered, it is what a dithered sync of the same adapter has sent.
     max_shard_size: of one file, in bytes or like "5GB"; a larger tensor has a file of its own.
     adapter_only: write the adapter alone, which needs no more of the base than its config. with_adapter: write it too, to `out/lora_adapter`.
     adapter_name: which of several. rank, lora_alpha, use_rslora: the training's, where no file tells them; they overrule files.
@@ -75,6 +82,7 @@ def merge(
     max_shard_bytes = parse_size(max_shard_size)
     if dtype not in MERGE_DTYPES:
         raise ValueError(f"dtype must be one of {MERGE_DTYPES}, got {dtype}")
+    arithmetic = Arithmetic(rounding=rounding, seed=seed)
     _check_places(source, base, out)
     found = open_source(source)
     spec = spec_of(
@@ -94,11 +102,13 @@ def merge(
         adapter_name=spec.name,
         r=spec.r,
         lora_alpha=spec.lora_alpha,
+        rounding=rounding,
+        seed=seed,
     )
     with new_directory(out) as aside:
         if not adapter_only:
             report.dtype = str(dtype).removeprefix("torch.")
-            job = _Merge(assembly, dtype, untie)
+            job = _Merge(assembly, dtype, untie, arithmetic)
             job.write_configs(aside)
             job.write_weights(aside, max_shard_bytes, report, progress)
         if adapter_only or with_adapter:
@@ -122,8 +132,8 @@ def _check_places(source: Path, base: Path | None, out: Path) -> None:
 class _Merge:
     """The plan of a merge, and where each of its tasks reads the base."""
 
-    def __init__(self, assembly: Assembly, dtype: torch.dtype, untie: bool) -> None:
-        self._assembly, self._dtype, self._untie = assembly, dtype, untie
+    def __init__(self, assembly: Assembly, dtype: torch.dtype, untie: bool, arithmetic: Arithmetic) -> None:
+        self._assembly, self._dtype, self._untie, self._arithmetic = assembly, dtype, untie, arithmetic
         self._plan = self._build()
         self._base: Base | None = None
         if self._needs_base():
@@ -194,7 +204,7 @@ class _Merge:
             staging = ReusedStaging(BUCKET_BYTES)
             for bucket in self._plan.buckets(BUCKET_BYTES):
                 part = replace(self._plan, tasks=tuple(map(self._with_values, bucket)))
-                _write_bucket(part, weights, staging, report)
+                _write_bucket(part, weights, staging, self._arithmetic, report)
                 del part
                 self._assembly.source.tensors.let_go()
                 if self._base is not None:
@@ -206,6 +216,8 @@ class _Merge:
         if self._base is not None:
             report.base, report.left_out = str(self._base.directory), self._base.left_out
         report.finish(self._plan)
+        if self._arithmetic.rounding == "nearest":
+            warn_if_low(report.roundings)
 
     def _with_values(self, task: Task) -> Task:
         """The task with its base read from where it is."""
@@ -238,7 +250,9 @@ class _Merge:
             )
 
 
-def _write_bucket(bucket: Plan, weights: Weights, staging: ReusedStaging, report: CheckpointReport) -> None:
+def _write_bucket(
+    bucket: Plan, weights: Weights, staging: ReusedStaging, arithmetic: Arithmetic, report: CheckpointReport
+) -> None:
     """Of tasks with values."""
     made = []
     for task in bucket.tasks:
@@ -246,10 +260,11 @@ def _write_bucket(bucket: Plan, weights: Weights, staging: ReusedStaging, report
             weights.write(task.meta.name, task.base)
         else:
             made.append(task)
-    with Stream(replace(bucket, tasks=tuple(made)), staging=staging) as stream:
+    part = replace(bucket, tasks=tuple(made))
+    with Stream(part, staging=staging, arithmetic=arithmetic, warns=False) as stream:
         for name, tensor in stream:
             staging.until(weights.write(name, tensor))
-    report.count(stream.stats.rounding.values())
+    report.roundings |= stream.stats.rounding
 
 
 def _write_adapter(assembly: Assembly, directory: Path) -> None:

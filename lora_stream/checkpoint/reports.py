@@ -1,13 +1,13 @@
 """What was written, for people and for scripts."""
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
 from torch import nn
 
-from lora_stream.filling import Rounding
+from lora_stream.fidelity import Fidelity, Rounding
 from lora_stream.plan import Plan
 from lora_stream.report import format_bytes
+from lora_stream.rounding import RoundingMode
 
 
 @dataclass(kw_only=True)
@@ -28,17 +28,24 @@ class CheckpointReport:
     seconds: float = 0.0
     files: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)  # tensors of the base for which the merged model has no place
-    changed: int = 0  # elements with a delta other than zero
-    unmoved: int = 0  # of those, elements that rounding put back where they were
+    rounding: RoundingMode = "nearest"
+    seed: int = 0  # of dithering
+    roundings: dict[str, Rounding] = field(default_factory=dict, repr=False)  # by checkpoint name, merged tensors only
 
     @property
-    def share_unmoved(self) -> float:
-        return self.unmoved / self.changed if self.changed else 0.0
+    def changed(self) -> int:
+        """Elements with a delta other than zero."""
+        return sum(rounding.changed for rounding in self.roundings.values())
 
-    def count(self, roundings: Iterable[Rounding]) -> None:
-        for rounding in roundings:
-            self.changed += rounding.changed
-            self.unmoved += rounding.unmoved
+    @property
+    def unmoved(self) -> int:
+        """Of those, elements that rounding put back where they were."""
+        return sum(rounding.unmoved for rounding in self.roundings.values())
+
+    @property
+    def fidelity(self) -> Fidelity:
+        """How much of the adapter's update was written."""
+        return Fidelity.of(self.roundings)
 
     def finish(self, plan: Plan) -> None:
         """Raises ValueError where the merge has changed nothing: that is a base under a new name."""
@@ -57,11 +64,20 @@ class CheckpointReport:
             )
         raise ValueError(
             f"{where}: all of the adapter's deltas are smaller than a step of {self.dtype}, so the merged model would be the "
-            "base; write it in float32 (--dtype float32)"
+            "base; write it in float32 (--dtype float32), or dither (--rounding dither)"
         )
 
     def to_dict(self) -> dict:
-        return {**asdict(self), "share_unmoved": self.share_unmoved}
+        fidelity = self.fidelity
+        return {
+            **{key: value for key, value in asdict(self).items() if key != "roundings"},
+            "changed": self.changed,
+            "unmoved": self.unmoved,
+            "captured": fidelity.captured,
+            "moved": fidelity.moved,
+            "norm_ratio": fidelity.norm_ratio,
+            "worst": [list(each) for each in fidelity.worst()],
+        }
 
     def rows(self) -> list[tuple[str, str]]:
         rows = [("written", self.out)]
@@ -73,7 +89,8 @@ class CheckpointReport:
                 ("merged", f"{self.merged} tensors"),
                 ("copied", f"{self.copied} tensors"),
                 ("weights", f"{format_bytes(self.num_bytes)} in {self.dtype}"),
-                ("lost to rounding", f"{self.share_unmoved:.1%} of the elements with a delta did not move"),
+                ("rounding", f"dither, seed {self.seed}" if self.rounding == "dither" else self.rounding),
+                *(self.fidelity.rows() if self.changed else ()),
             ]
         if self.left_out:
             rows += [("left out", ", ".join(self.left_out))]

@@ -20,16 +20,20 @@ from lora_stream.engine_sync import sync
 from lora_stream.integrations.patching import Patch
 from lora_stream.merged_weights import MergedWeights
 from lora_stream.peft import lora_layers
+from lora_stream.rounding import RoundingMode, check_rounding
 from lora_stream.vllm.clients import ServerClient
 
 
-def patch() -> Patch:
+def patch(*, rounding: RoundingMode = "dither", seed: int = 0) -> Patch:
     """Replace, in this process, how TRL syncs LoRA models into vLLM. Models without LoRA go TRL's own way, except to a server
     with our backend.
+
+    rounding, seed: as in `lora_stream.sync`.
 
     Returns the patch: `undo()` puts TRL's methods back, and so does leaving it as a context manager. A sync raises what
     `lora_stream.sync` does; it never falls back to TRL's way by itself.
     """
+    check_rounding(rounding, seed)
     from trl.generation.vllm_client import VLLMClient
     from trl.generation.vllm_generation import VLLMGeneration
 
@@ -46,7 +50,7 @@ def patch() -> Patch:
             backend = None if self.mode == "colocate" else _backend_for_all(self)
             if not _has_lora(self.model) and backend != "lora_stream":
                 return original(self)
-            return _sync_weights(self, backend)
+            return _sync_weights(self, backend, rounding=rounding, seed=seed)
 
         return sync_weights
 
@@ -76,7 +80,7 @@ def _backend_for_all(generation) -> str | None:
     return generation._lora_stream_backend
 
 
-def _sync_weights(generation, backend: str | None) -> None:
+def _sync_weights(generation, backend: str | None, **rounding) -> None:
     from trl.generation.vllm_generation import empty_cache
 
     model: nn.Module = generation.model
@@ -86,18 +90,20 @@ def _sync_weights(generation, backend: str | None) -> None:
             empty_cache()  # waking up maps memory that the allocator may still cache
             generation.llm.wake_up(tags=["weights"])
             generation._llm_weights_sleeping = False
-        generation.report = sync(model, generation.llm)
+        generation.report = sync(model, generation.llm, **rounding)
     elif backend == "lora_stream":
         if is_main and not hasattr(generation, "_lora_stream_client"):
             generation._lora_stream_client = ServerClient(generation.vllm_client.base_url)
-        generation.report = sync(model, generation._lora_stream_client if is_main else None)
+        client = generation._lora_stream_client if is_main else None
+        generation.report = sync(model, client, **rounding)
     else:
-        _send_by_nccl(generation, model, is_main)
+        _send_by_nccl(generation, model, is_main, **rounding)
 
 
-def _send_by_nccl(generation, model: nn.Module, is_main: bool) -> None:
+def _send_by_nccl(generation, model: nn.Module, is_main: bool, **rounding) -> None:
     """Through TRL's client; vLLM's nccl backend cannot be asked beforehand what it would take."""
-    weights = MergedWeights(model, device=generation.accelerator.device, gather="sender", is_sender=is_main)
+    device = generation.accelerator.device
+    weights = MergedWeights(model, device=device, gather="sender", is_sender=is_main, **rounding)
     if not is_main:
         for _ in weights:
             pass

@@ -15,19 +15,24 @@ from lora_stream.checkpoint import save_train_meta
 from lora_stream.checkpoint.train_meta import FILE_NAME
 from lora_stream.integrations.patching import Patch
 from lora_stream.merged_weights import Gather, Stream, stream
+from lora_stream.rounding import RoundingMode, check_rounding
 
 
-def patch(*, gather: Gather = "all", bucket_bytes: int | None = None) -> Patch:
+def patch(
+    *, gather: Gather = "all", bucket_bytes: int | None = None, rounding: RoundingMode = "dither", seed: int = 0
+) -> Patch:
     """Replace, in this process, the merged-LoRA stream of verl's FSDP and FSDP2 engines and what its checkpoint manager
     writes as `lora_train_meta.json`. Engines that do not merge, or have no LoRA, go verl's own way.
 
     gather: "all", every rank gets every tensor, as colocated rollouts need; "sender" where rank 0 alone sends them on
         (verl's checkpoint engines between separate machines), the other ranks take part and get nothing.
     bucket_bytes: what is merged ahead and gathered at once, as in `lora_stream.stream`.
+    rounding, seed: of merged weights, as in `lora_stream.sync`; the checkpoints that verl writes are not merged.
 
     Returns the patch: `undo()` puts verl's methods back, and so does leaving it as a context manager. An engine's call
     raises ValueError for what cannot be merged right, and for quantisation-aware training.
     """
+    check_rounding(rounding, seed)
     from verl.utils.checkpoint.checkpoint_handler import CheckpointHandler
     from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
@@ -43,7 +48,7 @@ def patch(*, gather: Gather = "all", bucket_bytes: int | None = None) -> Patch:
 
     def make_merged_lora_per_tensor_param(original):
         def _merged_lora_per_tensor_param(self):
-            return _merged_weights(self, gather, bucket_bytes)
+            return _merged_weights(self, gather, bucket_bytes, rounding, seed)
 
         return _merged_lora_per_tensor_param
 
@@ -78,7 +83,7 @@ def _merges(engine) -> bool:
     return hasattr(model, "peft_config") and bool(engine.model_config.lora.get("merge", False))
 
 
-def _merged_weights(engine, gather: Gather, bucket_bytes: int | None) -> Stream:
+def _merged_weights(engine, gather: Gather, bucket_bytes: int | None, rounding: RoundingMode, seed: int) -> Stream:
     from verl.utils.device import get_device_id
     from verl.utils.fsdp_utils import fsdp_version, load_fsdp_model_to_gpu, offload_fsdp_model_to_cpu
 
@@ -96,6 +101,8 @@ def _merged_weights(engine, gather: Gather, bucket_bytes: int | None) -> Stream:
         onload=partial(load_fsdp_model_to_gpu, engine.module) if is_fsdp1 else None,
         offload=partial(offload_fsdp_model_to_cpu, engine.module) if engine._is_offload_param else None,
         bucket_bytes=bucket_bytes,
+        rounding=rounding,
+        seed=seed,
         device=torch.device(get_device_id()),
         gather=gather,
     )

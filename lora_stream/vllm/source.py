@@ -17,6 +17,7 @@ from vllm.distributed.weight_transfer.base import ParamMeta, VLLMWeightSyncClien
 
 from lora_stream.merged_weights import Gather, MergedWeights, Staging, Stream
 from lora_stream.plan import FUSED_MODULES, Scope
+from lora_stream.rounding import RoundingMode
 
 
 class LoraStreamSource(WeightSource):
@@ -33,6 +34,8 @@ class LoraStreamSource(WeightSource):
         wire_dtype: torch.dtype | None = torch.bfloat16,
         scope: Scope = "all",
         adapter_name: str | None = None,
+        rounding: RoundingMode = "dither",
+        seed: int = 0,
         untie: bool = False,
         rename: Callable[[str], str] | None = None,
         check_finite: bool = True,
@@ -40,13 +43,15 @@ class LoraStreamSource(WeightSource):
         gather: Gather = "all",
         is_sender: bool | None = None,
     ) -> None:
-        """The arguments and the errors are those of ``MergedWeights``. Of a sharded model every rank makes one; with
+        """The arguments and the errors are those of ``MergedWeights``; what goes to an engine is dithered by default. Of a sharded model every rank makes one; with
         gather="sender" those that do not send iterate over nothing, and take part in the gathers by it."""
         self._weights = MergedWeights(
             model,
             wire_dtype=wire_dtype,
             scope=scope,
             adapter_name=adapter_name,
+            rounding=rounding,
+            seed=seed,
             untie=untie,
             rename=rename,
             check_finite=check_finite,

@@ -21,7 +21,7 @@ struct __m256i {
   uint16_t half[16];
 };
 
-enum { _CMP_EQ_OQ = 0, _CMP_UNORD_Q = 3, _CMP_NEQ_UQ = 4 };
+enum { _CMP_EQ_OQ = 0, _CMP_UNORD_Q = 3, _CMP_NEQ_UQ = 4, _CMP_LT_OQ = 17 };
 enum { _MM_FROUND_TO_NEAREST_INT = 0, _MM_FROUND_NO_EXC = 8 };
 
 namespace emulation {
@@ -71,6 +71,40 @@ inline __m512i _mm512_slli_epi32(const __m512i& a, unsigned count) {
 inline __m512i _mm512_mask_blend_epi32(__mmask16 mask, const __m512i& a, const __m512i& b) {
   return emulation::lanes<__m512i>([&](int i) { return (mask >> i) & 1 ? b.lane[i] : a.lane[i]; });
 }
+inline __m512i _mm512_xor_si512(const __m512i& a, const __m512i& b) {
+  return emulation::lanes<__m512i>([&](int i) { return a.lane[i] ^ b.lane[i]; });
+}
+inline __m512i _mm512_or_si512(const __m512i& a, const __m512i& b) {
+  return emulation::lanes<__m512i>([&](int i) { return a.lane[i] | b.lane[i]; });
+}
+inline __m512i _mm512_mullo_epi32(const __m512i& a, const __m512i& b) {
+  return emulation::lanes<__m512i>([&](int i) { return a.lane[i] * b.lane[i]; });
+}
+inline __m512i _mm512_max_epi32(const __m512i& a, const __m512i& b) {
+  return emulation::lanes<__m512i>(
+      [&](int i) { return static_cast<int32_t>(a.lane[i]) > static_cast<int32_t>(b.lane[i]) ? a.lane[i] : b.lane[i]; });
+}
+inline __m512 _mm512_mask_blend_ps(__mmask16 mask, const __m512& a, const __m512& b) {
+  return emulation::lanes<__m512>([&](int i) { return (mask >> i) & 1 ? b.lane[i] : a.lane[i]; });
+}
+inline __m512i _mm512_cvttps_epi32(const __m512& a) {
+  return emulation::lanes<__m512i>([&](int i) {  // what does not fit becomes the smallest integer
+    return a.lane[i] > -2147483648.0f && a.lane[i] < 2147483648.0f
+               ? static_cast<uint32_t>(static_cast<int32_t>(a.lane[i]))
+               : 0x80000000u;
+  });
+}
+inline __m512 _mm512_cvtepi32_ps(const __m512i& a) {
+  return emulation::lanes<__m512>([&](int i) { return static_cast<float>(static_cast<int32_t>(a.lane[i])); });
+}
+inline __mmask16 _mm512_cmpgt_epi32_mask(const __m512i& a, const __m512i& b) {
+  __mmask16 mask = 0;
+  for (int i = 0; i < 16; ++i) {
+    const bool holds = static_cast<int32_t>(a.lane[i]) > static_cast<int32_t>(b.lane[i]);
+    mask |= static_cast<__mmask16>(holds << i);
+  }
+  return mask;
+}
 inline __mmask16 _mm512_cmpeq_epi32_mask(const __m512i& a, const __m512i& b) {
   __mmask16 mask = 0;
   for (int i = 0; i < 16; ++i) mask |= static_cast<__mmask16>((a.lane[i] == b.lane[i]) << i);
@@ -80,7 +114,10 @@ inline __mmask16 _mm512_cmp_ps_mask(const __m512& a, const __m512& b, int predic
   __mmask16 mask = 0;
   for (int i = 0; i < 16; ++i) {
     const float x = a.lane[i], y = b.lane[i];
-    const bool holds = predicate == _CMP_EQ_OQ ? x == y : predicate == _CMP_NEQ_UQ ? x != y : x != x || y != y;
+    const bool holds = predicate == _CMP_EQ_OQ    ? x == y
+                       : predicate == _CMP_NEQ_UQ ? x != y
+                       : predicate == _CMP_LT_OQ  ? x < y
+                                                  : x != x || y != y;
     mask |= static_cast<__mmask16>(holds << i);
   }
   return mask;
@@ -113,6 +150,16 @@ inline __m512i _mm512_castsi256_si512(const __m256i& a) {
   std::memcpy(&result, &a, sizeof a);
   return result;
 }
+inline __m256i _mm512_castsi512_si256(const __m512i& a) {
+  __m256i low;
+  std::memcpy(&low, &a, sizeof low);
+  return low;
+}
+inline __m256i _mm512_extracti64x4_epi64(const __m512i& a, int position) {
+  __m256i half;
+  std::memcpy(&half, a.lane + 8 * position, sizeof half);
+  return half;
+}
 inline __m512i _mm512_inserti64x4(const __m512i& a, const __m256i& b, int position) {
   __m512i result = a;
   std::memcpy(reinterpret_cast<char*>(&result) + 32 * position, &b, sizeof b);
@@ -143,6 +190,7 @@ T emulated_load(const void* p) {
   std::memcpy(&result, p, sizeof result);
   return result;
 }
+inline __m512i _mm512_loadu_si512(const void* p) { return emulated_load<__m512i>(p); }
 inline __m512 _mm512_loadu_ps(const float* p) { return emulated_load<__m512>(p); }
 inline __m256i _mm256_loadu_si256(const __m256i* p) { return emulated_load<__m256i>(p); }
 inline void _mm512_storeu_ps(float* p, const __m512& x) { std::memcpy(p, &x, sizeof x); }

@@ -72,6 +72,8 @@ struct Options {
   bool in_place = false;
   bool fast = false;
   bool stats = true;
+  bool fidelity = true;
+  bool dither = false;
   double delta = 1.0;         // its size over base's
   float (*value)() = normal;  // of lora_A and lora_B
   int64_t shared_bytes = 227 * 1024;
@@ -93,6 +95,10 @@ struct Problem {
     args.lora_A_strides[0] = filled_cols(shape), args.lora_A_strides[1] = 1;
     args.lora_B_strides[0] = args.rank, args.lora_B_strides[1] = 1;
     args.base_dtype = o.base, args.lora_A_dtype = args.lora_B_dtype = o.adapter, args.out_dtype = o.out;
+    if (o.dither) {
+      args.rounding = Rounding::kDither;
+      args.place = {generator(), pick(0, 1000), pick(0, 1) ? pick(0, 1000) : pick(0, int64_t{1} << 40)};
+    }
     args.scaling = static_cast<float>(o.delta * 0.02 / std::sqrt(std::max<double>(1, shape.rank)));
     // As merge_kernel.h asks for them: a rank more where it is odd, rows of lora_A filled up, all with zeros.
     for (int64_t k = 0; k < args.rank; ++k) {
@@ -119,25 +125,26 @@ struct Problem {
 };
 
 template <cuda::Operands kOperands, int kBaseBytes>
-void run(const cuda::Table& table, int64_t shared_bytes, bool stats) {
+void run(const cuda::Table& table, int64_t shared_bytes, bool stats, bool fidelity) {
+  using cuda::Statistics;
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(pick(1, 3), table.num_items));
   const auto seed = static_cast<unsigned>(pick(0, 3));
-  if (stats) {
+  const auto with_statistics = [&](auto statistics) {
     emulation::launch(blocks, cuda::kThreads, shared_bytes, seed,
-                      [&] { cuda::merge<kOperands, kBaseBytes, true>(table); });
-  } else {
-    emulation::launch(blocks, cuda::kThreads, shared_bytes, seed,
-                      [&] { cuda::merge<kOperands, kBaseBytes, false>(table); });
-  }
+                      [&] { cuda::merge<kOperands, kBaseBytes, statistics.value>(table); });
+  };
+  if (!stats) return with_statistics(std::integral_constant<Statistics, Statistics::kNone>{});
+  if (!fidelity) return with_statistics(std::integral_constant<Statistics, Statistics::kRounding>{});
+  with_statistics(std::integral_constant<Statistics, Statistics::kFidelity>{});
 }
 
 void merge_all(const std::vector<MergeArgs>& group, double* stats, const Options& o) {
   for (const cuda::Launch& launch : cuda::schedule(group, stats, o.fast, o.shared_bytes, o.min_items)) {
     const auto with_operands = [&](auto operands) {
       if (launch.base_bytes == 4) {
-        run<operands.value, 4>(*launch.table, launch.shared_bytes, stats != nullptr);
+        run<operands.value, 4>(*launch.table, launch.shared_bytes, stats != nullptr, o.fidelity);
       } else {
-        run<operands.value, 2>(*launch.table, launch.shared_bytes, stats != nullptr);
+        run<operands.value, 2>(*launch.table, launch.shared_bytes, stats != nullptr, o.fidelity);
       }
     };
     using cuda::Operands;
@@ -186,7 +193,7 @@ double check(const char* name, const std::vector<Shape>& shapes, const Options& 
     const std::string where = std::string(name) + " [" + std::to_string(args.rows) + ", " + std::to_string(args.cols) +
                               "] rank " + std::to_string(args.rank);
     Values& out = o.in_place ? x.base : x.out;
-    double changed = 0, unmoved = 0, kept_sq = 0, delta_sq = 0;
+    double changed = 0, unmoved = 0, kept_sq = 0, delta_sq = 0, projected = 0;
     uint32_t checksum = 0;
     for (int64_t i = 0; i < args.rows; ++i) {
       for (int64_t j = 0; j < args.cols; ++j) {
@@ -201,7 +208,8 @@ double check(const char* name, const std::vector<Shape>& shapes, const Options& 
         const float rounded_base =
             with_dtype(o.out, [&](auto* type) { return round_to(static_cast<float>(base), type); });
         magnitude = std::fabs(base) + std::fabs(args.scaling) * magnitude;
-        expect(std::fabs(got - exact) <= 0.5 * step_of(o.out, exact) + epsilon * magnitude,
+        const double share = o.dither && o.out != DType::kFloat32 ? 1.0 : 0.5;  // of a step
+        expect(std::fabs(got - exact) <= share * step_of(o.out, exact) + epsilon * magnitude,
                where + " at " + std::to_string(i) + ", " + std::to_string(j) + ": got " + std::to_string(got) +
                    ", expected " + std::to_string(exact));
         misrounded += got != rounded;
@@ -210,6 +218,7 @@ double check(const char* name, const std::vector<Shape>& shapes, const Options& 
         unmoved += delta != 0 && static_cast<float>(got) == rounded_base;
         kept_sq += (got - rounded_base) * (got - rounded_base);
         delta_sq += delta * delta;
+        projected += (got - base) * delta;
         checksum += float_bits(static_cast<float>(got));
       }
       for (int64_t j = args.cols; j < args.out_stride; ++j) {
@@ -223,7 +232,10 @@ double check(const char* name, const std::vector<Shape>& shapes, const Options& 
     expect(s[1] == unmoved, where + ": unmoved " + std::to_string(s[1]) + ", expected " + std::to_string(unmoved));
     expect(near(s[2], kept_sq), where + ": kept_sq " + std::to_string(s[2]) + ", expected " + std::to_string(kept_sq));
     expect(near(s[3], delta_sq), where + ": delta_sq");
-    expect(static_cast<uint32_t>(std::fmod(s[4], 4294967296.0)) == checksum, where + ": checksum");
+    expect(o.fidelity ? std::fabs(s[4] - projected) <= 1e-3 * (std::sqrt(kept_sq * delta_sq) + delta_sq) + 1e-30
+                      : std::isnan(s[4]) || args.rows * args.cols == 0,
+           where + ": projected " + std::to_string(s[4]) + ", expected " + std::to_string(projected));
+    expect(static_cast<uint32_t>(std::fmod(s[5], 4294967296.0)) == checksum, where + ": checksum");
   }
   elements += count;
   return count == 0 ? 0.0 : static_cast<double>(misrounded) / static_cast<double>(count);
@@ -241,6 +253,7 @@ void every_combination_of_dtypes() {
         for (bool stats : {false, true}) {
           Options o;
           o.base = base, o.out = out, o.adapter = adapter, o.stats = stats;
+          o.dither = pick(0, 1), o.fidelity = pick(0, 1);
           o.pad = pick(0, 1) * 8, o.start = pick(0, 3) == 0, o.fast = pick(0, 3) == 0, o.min_items = pick(0, 1) * 8;
           check("dtypes", {{70, 40, 17}, {3, 9, 4}}, o);
         }
@@ -377,16 +390,64 @@ void infinities_nans_and_denormals_propagate_as_in_float32() {
   for (int64_t j = 0; j < 3; ++j) expect(float_bits(x.out.get(j)) == float_bits(values[j]), "a cast changed a value");
 }
 
+// The kernel's own float32 sums, dithered by what the CPU paths use, give the very bits; of bases up to the largest
+// values too, of zero deltas, and however the matrix is cut.
+void dither_decides_as_on_the_cpu() {
+  for (DType base : kDTypes) {
+    for (DType out : {DType::kBFloat16, DType::kFloat16}) {
+      for (double size : {1.0, 1e-5, 1e-39, 3e6, 1.6e40}) {  // of base, over 0.02
+        Options o;
+        o.base = base, o.out = out, o.dither = true, o.pad = pick(0, 3);
+        o.adapter = pick(0, 1) ? DType::kFloat32 : DType::kBFloat16;
+        const Shape shape{pick(1, 80), pick(1, 200), pick(1, 20)};
+        Problem x(shape, o);
+        for (int64_t i = 0; i < shape.rows * x.args.base_stride; ++i) {
+          const double w = size > 1e39 ? 3e38 * (1 + 0.13 * normal()) : 0.02 * size * normal();
+          x.base.set(i, static_cast<float>(std::min<double>(w, std::numeric_limits<float>::max())));
+        }
+        if (size < 1e39) x.args.scaling *= static_cast<float>(size);
+        for (int64_t k = 0; k < x.args.rank; ++k) x.lora_B.set(k, 0.0f);  // a row without a delta
+        Values sums(DType::kFloat32, shape.rows * x.args.out_stride, 0);
+        MergeArgs exact = x.args;
+        exact.out = sums.data(), exact.out_dtype = DType::kFloat32;
+        merge_all({exact}, nullptr, o);
+        merge_all({x.args}, nullptr, o);
+        const int64_t row = pick(0, shape.rows - 1), col = pick(0, (shape.cols - 1) / 8) * 8;
+        Values part_out(out, shape.rows * x.args.out_stride, 0);
+        MergeArgs part = cuda::block_of(x.args, row, col);
+        part.out = part_out.data();
+        merge_all({part}, nullptr, o);
+        for (int64_t i = 0; i < shape.rows; ++i) {
+          for (int64_t j = 0; j < shape.cols; ++j) {
+            const float w = x.base.get(i * x.args.base_stride + j), sum = sums.get(i * x.args.out_stride + j);
+            const uint32_t random = random_bits(row_key(x.args.place.key, x.args.place.row + i), x.args.place.col + j);
+            const float expected = with_dtype(
+                out, [&](auto* type) { return sum == w ? round_to(sum, type) : dither_to(sum, random, type); });
+            const float got = x.out.get(i * x.args.out_stride + j);
+            expect(float_bits(got) == float_bits(expected) || (std::isnan(got) && std::isnan(expected)),
+                   "dithered to " + std::to_string(got) + ", expected " + std::to_string(expected));
+            if (i >= row && j >= col) {
+              const float of_part = part_out.get((i - row) * x.args.out_stride + j - col);
+              expect(float_bits(got) == float_bits(of_part) || std::isnan(got), "other bits of a part");
+            }
+            ++elements;
+          }
+        }
+      }
+    }
+  }
+}
+
 void a_table_of_hundreds_of_matrices_takes_few_launches() {
   std::vector<Shape> shapes;
   for (int i = 0; i < 300; ++i) shapes.push_back({pick(0, 9), pick(1, 20), pick(0, 5)});
   Options o;
   check("table", shapes, o);
-  std::vector<MergeArgs> group(224);
+  std::vector<MergeArgs> group(cuda::kMaxEntries - 2);
   for (MergeArgs& args : group) args.rows = args.cols = 4096, args.rank = 16;
   const auto launches = cuda::schedule(group, nullptr, false, 227 * 1024, 8 * 264);
-  expect(launches.size() == 1, "224 matrices of one kind are one launch");
-  expect(launches[0].table->num_items == 224 * 8 * 32, "items of 512 rows");
+  expect(launches.size() == 1, "that many matrices of one kind are one launch");
+  expect(launches[0].table->num_items == (cuda::kMaxEntries - 2) * 8 * 32, "items of 512 rows");
   for (MergeArgs& args : group) args.rank = 100000;
   for (int64_t limit : {99, 163, 227}) {
     const auto launch = std::move(cuda::schedule(group, nullptr, false, limit * 1024, 8 * 264)[0]);
@@ -400,7 +461,7 @@ void a_table_of_hundreds_of_matrices_takes_few_launches() {
     args.base_stride = args.out_stride = args.lora_A_strides[0] = args.cols, args.lora_B_strides[0] = 2;
     args.out_dtype = DType::kBFloat16;
   }
-  int64_t items = 0, elements = 0, last_base = 0, last_out = 0, last_A = 0, last_B = 0;
+  int64_t items = 0, elements = 0, last_base = 0, last_out = 0, last_A = 0, last_B = 0, last_row = 0, last_col = 0;
   for (const auto& launch : cuda::schedule(group, nullptr, false, 227 * 1024, 8 * 264)) {
     expect(launch.table->num_items > 0 && launch.table->num_items <= cuda::kMaxItems, "items of a launch");
     items += launch.table->num_items;
@@ -410,6 +471,7 @@ void a_table_of_hundreds_of_matrices_takes_few_launches() {
       const auto at = [](const void* data) { return static_cast<int64_t>(reinterpret_cast<intptr_t>(data)); };
       last_base = std::max(last_base, at(args.base)), last_out = std::max(last_out, at(args.out));
       last_A = std::max(last_A, at(args.lora_A)), last_B = std::max(last_B, at(args.lora_B));
+      last_row = std::max(last_row, args.place.row), last_col = std::max(last_col, args.place.col);
     }
   }
   expect(elements == 40 * (int64_t{1} << 37), "every element is in one launch");
@@ -417,6 +479,7 @@ void a_table_of_hundreds_of_matrices_takes_few_launches() {
   const int64_t last = (int64_t{1} << 33) - cuda::kMaxSide;  // where the last block begins
   expect(last_base == last * 16 * 4 && last_out == last * 16 * 2, "blocks of a tall matrix");
   expect(last_A == last * 4 && last_B == last * 2 * 4, "blocks of lora_A and lora_B");
+  expect(last_row == last && last_col == last, "places of blocks");
 }
 
 void small() {
@@ -427,9 +490,9 @@ void small() {
   o = {};
   o.base = DType::kFloat32, o.shared_bytes = 99 * 1024;
   check("small in pieces", {{200, 24, 60}}, o);
-  o.min_items = 100;
+  o.min_items = 100, o.dither = true;
   check("small items", {{200, 24, 60}}, o);
-  o.min_items = 0, o.stats = false;
+  o.min_items = 0, o.stats = o.dither = false;
   check("small casts", {{200, 500, 0}, {20, 700, 0}}, o);
   o.base = DType::kBFloat16, o.out = DType::kFloat32;
   check("small casts", {{200, 500, 0}, {20, 700, 0}}, o);
@@ -455,6 +518,7 @@ int main(int argc, char** argv) {
     out_may_be_base();
     elements_are_the_exact_sum_rounded_once();
     infinities_nans_and_denormals_propagate_as_in_float32();
+    dither_decides_as_on_the_cpu();
     a_table_of_hundreds_of_matrices_takes_few_launches();
   }
   std::printf("%lld elements, %d failures\n", static_cast<long long>(elements), failures);

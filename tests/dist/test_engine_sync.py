@@ -12,7 +12,7 @@ import lora_stream
 from lora_stream import RankError, SyncError, UnmovedError, engine_side, shards
 from tests.dist import sharded
 from tests.doubles import Recorder
-from tests.models import assert_equal, fill, llama, with_lora
+from tests.models import assert_equal, fill, llama, sent, with_lora
 
 pytestmark = pytest.mark.dist
 
@@ -32,13 +32,13 @@ def make(layout="by_layer"):
 def step(model):
     """Every rank its own rows; what the policy is then, gathered by the stream itself."""
     fill(model)
-    return dict(lora_stream.stream(model))
+    return sent(model)
 
 
 def sync_twice(rank, layout, engines):
     model = make(layout)
     engine = Recorder() if rank in engines else None
-    want = dict(lora_stream.stream(model))
+    want = sent(model)
     first = lora_stream.sync(model, engine)
     assert first.scope == "all"
     assert len(first.merged) == 6
@@ -77,7 +77,7 @@ def fail_and_recover(rank, fail_at, layout):
     model = make(layout)
     engine = Recorder() if rank == 1 else None
     lora_stream.sync(model, engine)
-    old = dict(lora_stream.stream(model))
+    old = sent(model)
     new = step(model)
     if engine is not None:
         engine.fail_at = fail_at
@@ -106,7 +106,7 @@ def one_of_two_engines_fails(rank):
     model = make()
     engine = Recorder()
     lora_stream.sync(model, engine)
-    old = dict(lora_stream.stream(model))
+    old = sent(model)
     new = step(model)
     engine.fail_at = 3 if rank == 1 else None
     with pytest.raises(SyncError, match="engine broke; the engine was put back on its old weights"):
@@ -142,7 +142,7 @@ def another_rank_fails(rank):
     model = make()
     engine = Recorder() if rank == 0 else None
     lora_stream.sync(model, engine, bucket_bytes=5000)
-    old = dict(lora_stream.stream(model))
+    old = sent(model)
     new = step(model)
     merge, calls = lora_stream.ops.merge_cast_grouped_, []
 
@@ -191,14 +191,14 @@ def move_a_copy(rank):
     model = with_lora(llama(), modules_to_save=["lm_head"])
     sharded.by_layer(model)
     engine = Recorder() if rank == 0 else None
-    lora_stream.sync(model, engine)
+    lora_stream.sync(model, engine, rounding="nearest")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 shards.local(parameter).mul_(1 + 2**-23)
             if "lm_head.modules_to_save" in name and rank == 1:
                 shards.local(parameter).add_(1.0)
-    report = lora_stream.sync(model, engine)
+    report = lora_stream.sync(model, engine, rounding="nearest")
     assert len(report.unmoved_targets) == 6
 
 

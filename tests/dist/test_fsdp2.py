@@ -17,11 +17,11 @@ import lora_stream
 from lora_stream import gathering, shards
 from lora_stream.filling import Batch, Part
 from lora_stream.merged_weights import MergedWeights, Stream
-from lora_stream.merging import Traffic
+from lora_stream.merging import NEAREST, Traffic
 from lora_stream.plan import Adapter, ModelRecords, Record, build_plan
 from tests.architectures import build
 from tests.dist import sharded
-from tests.models import MoE, assert_equal, expert_lora, fill, llama, with_lora
+from tests.models import MoE, assert_equal, expert_lora, fill, llama, sent, with_lora
 
 pytestmark = pytest.mark.dist
 
@@ -68,18 +68,19 @@ def stream_layouts(rank):
             torch.manual_seed(rank + 1)  # what rounding or sampling might draw must not matter
             model = with_lora(seeded_llama(tied=tied))
             seeded_fill(model)
-            want = dict(lora_stream.stream(model, bucket_bytes=5000))
+            want = sent(model, bucket_bytes=5000)
             shard(model)
             before = looks(model)
-            weights = MergedWeights(model, bucket_bytes=5000)
+            weights = MergedWeights(model, bucket_bytes=5000, rounding="dither")
             got = dict(weights)
             assert [(m.name, m.shape) for m in weights.metadata()] == [(k, tuple(v.shape)) for k, v in got.items()], name
             assert all(type(tensor) is torch.Tensor and tensor.is_contiguous() for tensor in got.values()), name
             assert_equal(got, want)
             assert_looks(model, before)
-            trained = dict(lora_stream.stream(model, scope="trained", wire_dtype=torch.float32))
+            trained = sent(model, scope="trained", wire_dtype=torch.float32)
             assert len(trained) == 8
-            assert torch.equal(trained["model.layers.1.mlp.down_proj.weight"].to(torch.bfloat16), want["model.layers.1.mlp.down_proj.weight"])
+            nearest = dict(lora_stream.stream(model, scope="trained"))
+            assert_equal({key: tensor.to(torch.bfloat16) for key, tensor in trained.items()}, nearest)
 
 
 def seeded_llama(**kwargs):
@@ -105,9 +106,9 @@ def stream_mixed_dtypes(rank):
     for layout in ("by_layer", "lora_leaves", "nested"):
         model = with_lora(llama(dtype=torch.bfloat16))
         assert {p.dtype for p in model.parameters()} == {torch.bfloat16, torch.float32}
-        want = dict(lora_stream.stream(model, wire_dtype=torch.float32))
+        want = sent(model, wire_dtype=torch.float32)
         sharded.LAYOUTS[layout](model)
-        assert_equal(dict(lora_stream.stream(model, wire_dtype=torch.float32)), want)
+        assert_equal(sent(model, wire_dtype=torch.float32), want)
 
 
 def test_float32_adapters_over_a_bfloat16_base(pool):
@@ -130,10 +131,10 @@ class Small(nn.Module):
 def stream_small(rank, r):
     model = get_peft_model(Small(), LoraConfig(r=r, lora_alpha=r + 1, target_modules=["few", "one", "odd", "column"]))
     fill(model)
-    want = dict(lora_stream.stream(model))
+    want = sent(model)
     fully_shard(model, mesh=sharded.world())
-    assert_equal(dict(lora_stream.stream(model)), want)
-    assert_equal(dict(MergedWeights(model, bucket_bytes=1)), want)
+    assert_equal(sent(model), want)
+    assert_equal(dict(MergedWeights(model, bucket_bytes=1, rounding="dither")), want)
     assert_equal(dict(MergedWeights(model, wire_dtype=torch.float32)), dict(MergedWeights(model, wire_dtype=None)))
 
 
@@ -159,9 +160,9 @@ def stream_transposed(rank):
         "embedding by columns": (with_lora(llama(), target_modules=["embed_tokens", "down_proj"]), sharded.by_columns),
     }
     for name, (model, shard) in models.items():
-        want = dict(lora_stream.stream(model))
+        want = sent(model)
         shard(model)
-        got = dict(lora_stream.stream(model))
+        got = sent(model)
         assert got.keys() == want.keys(), name
         assert_equal(got, want)
 
@@ -171,9 +172,9 @@ def stream_experts(rank):
         for place in (None, lambda p: Shard(1) if p.dim() == 3 and p.shape[1] % dist.get_world_size() == 0 else None):
             for wire_dtype in (torch.bfloat16, None):
                 model = expert_lora(MoE(is_transposed=is_transposed))
-                want = dict(lora_stream.stream(model, wire_dtype=wire_dtype))
+                want = sent(model, wire_dtype=wire_dtype)
                 fully_shard(model, mesh=sharded.world(), shard_placement_fn=place)
-                stream = lora_stream.stream(model, wire_dtype=wire_dtype)
+                stream = lora_stream.stream(model, wire_dtype=wire_dtype, rounding="dither")
                 assert_equal(dict(stream), want)
                 assert stream.stats.rounding.keys() == {"experts.gate_up_proj", "experts.down_proj"}
                 for name, rounding in stream.stats.rounding.items():
@@ -196,12 +197,12 @@ def name_a_sharded_root(rank):
         torch.manual_seed(8)
         return with_lora(build("gemma3"), target_modules=r".*language_model.*q_proj")
 
-    want = dict(lora_stream.stream(make()))
+    want = sent(make())
     model = make()  # of another model the conversion was not asked before
     base = model.get_base_model()
     for module in (*base.model.language_model.layers, base.model.language_model, base.model, base):
         fully_shard(module, mesh=sharded.world())
-    assert_equal(dict(lora_stream.stream(model)), want)
+    assert_equal(sent(model), want)
 
 
 def test_conversions_by_class_name_are_found_under_the_class_that_fully_shard_makes(pool):
@@ -213,11 +214,11 @@ def stream_two_adapters(rank):
     model.add_adapter("more", LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "o_proj"]))
     model.base_model.set_adapter(["default", "more"])
     fill(model)
-    want = dict(lora_stream.stream(model))
-    only = dict(lora_stream.stream(model, adapter_name="more"))
+    want = sent(model)
+    only = sent(model, adapter_name="more")
     sharded.by_layer(model)
-    assert_equal(dict(lora_stream.stream(model)), want)
-    assert_equal(dict(lora_stream.stream(model, adapter_name="more")), only)
+    assert_equal(sent(model), want)
+    assert_equal(sent(model, adapter_name="more"), only)
 
 
 def test_several_active_adapters_are_summed_and_one_is_chosen_by_name(pool):
@@ -242,11 +243,11 @@ class Cut:
 
 def stream_in_pieces(rank, layout):
     model = with_lora(llama(hidden_size=36, intermediate_size=48, num_attention_heads=2, num_key_value_heads=1))
-    want = dict(lora_stream.stream(model))
+    want = sent(model)
     sharded.LAYOUTS[layout](model)
     for step in (1000, 53, 10_000):
         staging = Cut(step)
-        stream = MergedWeights(model, bucket_bytes=5000).stream_into(staging)
+        stream = MergedWeights(model, bucket_bytes=5000, rounding="dither").stream_into(staging)
         assert [name for name, _ in stream] == list(want)
         assert_equal(staging.got, want)
         assert stream.stats.rounding.keys() == set(stream.plan.names("merged"))
@@ -273,17 +274,17 @@ class Block(nn.Module):
 def stream_tensor_parallel(rank):
     torch.manual_seed(5)
     model = Block()
-    want = dict(lora_stream.stream(model))
+    want = sent(model)
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     fully_shard(model, mesh=mesh["dp"])
-    assert_equal(dict(lora_stream.stream(model)), want)
+    assert_equal(sent(model), want)
     assert type(model.up.weight.placements[0]).__name__ == "_StridedShard"
     # A merge into such a weight: plans are made of records, whoever found them.
     A, B = torch.randn(3, 10), torch.randn(13, 3)
     adapter = Adapter(name="default", lora_A=A, lora_B=B, scaling=0.7)
     spread = Adapter(name="default", lora_A=distribute_tensor(A, mesh, [Shard(0), Replicate()]), lora_B=B, scaling=0.7)
-    whole = dict(lora_stream.stream(model, wire_dtype=None))["up.weight"]
+    whole = sent(model, wire_dtype=None)["up.weight"]
     for each in (adapter, spread):
         assert torch.equal(merged(model.up.weight, each), merged(whole, adapter))
 
@@ -373,24 +374,24 @@ def test_partial_sums_are_refused(pool):
 def stream_after_work(rank, layout):
     model = with_lora(seeded_llama())
     seeded_fill(model)
-    want = dict(lora_stream.stream(model))
+    want = sent(model)
     sharded.LAYOUTS[layout](model)
     optimizer = optimizer_of(model)
-    assert_equal(dict(lora_stream.stream(model)), want)  # before the first forward
+    assert_equal(sent(model), want)  # before the first forward
     with torch.no_grad():
         model(torch.arange(5).unsqueeze(0))
     before = looks(model)
     if layout in ("mixed_precision", "keep_gathered"):
         assert model.get_base_model().lm_head.weight.dtype == torch.bfloat16, "the root shows copies"
-    assert_equal(dict(lora_stream.stream(model)), want)
+    assert_equal(sent(model), want)
     assert_looks(model, before)
     train(model, optimizer)
-    first = dict(lora_stream.stream(model))
+    first = sent(model)
     moved = [name for name in want if not torch.equal(first[name], want[name])]
     assert moved == [name for name in want if any(target in name for target in ("q_proj", "v_proj", "down_proj"))]
     assert_equal(first, gathered_by_torch(model))
     train(model, optimizer)  # goes on after a stream
-    again = dict(lora_stream.stream(model))
+    again = sent(model)
     assert any(not torch.equal(again[name], first[name]) for name in again)
 
 
@@ -399,7 +400,7 @@ def gathered_by_torch(model):
     full = {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
     plain = with_lora(seeded_llama())
     plain.load_state_dict(full)
-    return dict(lora_stream.stream(plain))
+    return sent(plain)
 
 
 @pytest.mark.parametrize("layout", ["by_layer", "mixed_precision", "keep_gathered", "offloaded"])
@@ -410,12 +411,12 @@ def test_masters_are_read_before_a_forward_after_it_and_after_a_step(pool, layou
 
 def stream_resharded_to_a_smaller_mesh(rank):
     model = with_lora(llama())
-    want = dict(lora_stream.stream(model))
+    want = sent(model)
     sharded.by_layer(model, reshard_after_forward=2)
     optimizer = optimizer_of(model)
     with torch.no_grad():
         model(torch.arange(5).unsqueeze(0))
-    assert_equal(dict(lora_stream.stream(model)), want)
+    assert_equal(sent(model), want)
     train(model, optimizer)
 
 
@@ -509,7 +510,7 @@ def test_what_does_not_train_is_neither_onloaded_nor_read_nor_gathered(pool):
 
 def onload_by_bucket(rank, fails):
     model = with_lora(llama())
-    want = dict(lora_stream.stream(model))
+    want = sent(model)
     sharded.layers_only(model)
     here = set()
     most = []
@@ -524,7 +525,7 @@ def onload_by_bucket(rank, fails):
         assert {id(p) for p in parameters} <= here
         here.difference_update(map(id, parameters))
 
-    weights = MergedWeights(model, bucket_bytes=5000, onload=onload, offload=offload)
+    weights = MergedWeights(model, bucket_bytes=5000, rounding="dither", onload=onload, offload=offload)
     if not fails:
         assert_equal(dict(weights), want)
         assert max(most) < sum(shards.local(p).nbytes for p in model.parameters()) / 2, "never as a whole"
@@ -564,7 +565,7 @@ def send_over_a_device(rank, base_dtype, wire_dtype):
             bucket_bytes=1 << 30,
             receivers={0},
             receives=False,
-            precision="float32",
+            arithmetic=NEAREST,
             check_finite=True,
             traffic=traffic,
             loaded=lambda tensors: nullcontext(),

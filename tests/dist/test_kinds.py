@@ -15,7 +15,7 @@ from lora_stream import gathering, shards
 from tests.architectures import ARCHITECTURES, build
 from tests.dist import sharded
 from tests.kinds import KINDS
-from tests.models import assert_equal, with_lora
+from tests.models import assert_equal, sent, with_lora
 
 pytestmark = pytest.mark.dist
 
@@ -76,12 +76,12 @@ LAYOUTS = {f.__name__: f for f in (root_only, by_columns, every_module)}
 
 def stream_kinds(rank, layout):
     for kind in SHARDED_KINDS:
-        want = dict(lora_stream.stream(make(kind)))
+        want = sent(make(kind))
         model = make(kind)
         LAYOUTS[layout](model)
         for kwargs in ({}, {"bucket_bytes": 1}):
             try:
-                assert_equal(dict(lora_stream.stream(model, **kwargs)), want)
+                assert_equal(sent(model, **kwargs), want)
             except Exception as error:
                 error.add_note(f"{kind}, {layout}, {kwargs}")
                 raise
@@ -98,7 +98,7 @@ def stream_flattened(rank, use_orig_params):
     does not take: it wants all of a unit to train, or nothing."""
     not_taken = []
     for kind in SHARDED_KINDS:
-        want = dict(lora_stream.stream(make(kind)))
+        want = sent(make(kind))
         model = make(kind)
         leaves = [] if use_orig_params else [m for m in model.modules() if getattr(m, "weight", None) is not None]
         units = [m for m in leaves if not list(m.children()) and m.weight.requires_grad]
@@ -112,7 +112,7 @@ def stream_flattened(rank, use_orig_params):
             not_taken.append(kind)
             continue
         try:
-            assert_equal(dict(lora_stream.stream(wrapped)), want)
+            assert_equal(sent(wrapped), want)
         except Exception as error:
             error.add_note(f"{kind}, use_orig_params={use_orig_params}")
             raise
@@ -129,12 +129,12 @@ def test_every_kind_has_the_bits_of_the_unsharded_model_under_fsdp1(pool, use_or
 
 def stream_architectures(rank, layout, names):
     for name in names:
-        want = dict(lora_stream.stream(adapted(name)))
+        want = sent(adapted(name))
         model = adapted(name)
         {**LAYOUTS, "by_rows_of_experts": by_rows_of_experts}[layout](model)
-        stream = lora_stream.stream(model)
+        stream = lora_stream.stream(model, rounding="dither")
         assert_equal(dict(stream), want)
-        small = lora_stream.stream(model, bucket_bytes=2048, gather="sender")
+        small = lora_stream.stream(model, bucket_bytes=2048, gather="sender", rounding="dither")
         got = dict(small)
         assert got == {} if rank else got.keys() == want.keys()
         if not rank:
@@ -150,7 +150,7 @@ def test_experts_that_checkpoints_split_are_merged_where_they_lie(pool, layout, 
 
 def stream_cut_twice(rank):
     """Experts over one dimension of the mesh, their rows over the other."""
-    want = dict(lora_stream.stream(adapted("mixtral")))
+    want = sent(adapted("mixtral"))
     model = adapted("mixtral")
     mesh = dist.init_device_mesh("cpu", (2, 2))
     for name, parameter in list(model.named_parameters()):
@@ -170,7 +170,7 @@ def stream_cut_twice(rank):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shards, "gather_whole", gather_whole)
-        assert_equal(dict(lora_stream.stream(model, bucket_bytes=4096)), want)
+        assert_equal(sent(model, bucket_bytes=4096), want)
     return len(gathered), len(set(gathered)), max(alive)
 
 
@@ -193,7 +193,7 @@ def count_adapter_gathers(rank):
     root_only(model)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gathering.Gathering, "_gather_tensors", gather_tensors)
-        dict(lora_stream.stream(model, bucket_bytes=2048))
+        sent(model, bucket_bytes=2048)
     return len(gathered), len(set(gathered))
 
 
@@ -215,12 +215,12 @@ def stream_split_columns(rank):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "revert_weight_conversion", splits)
-        want = dict(lora_stream.stream(make("linear")))
+        want = sent(make("linear"))
         assert "model.layers.0.mlp.down_proj.weight.1" in want
         for layout in (root_only, by_columns):
             model = make("linear")
             layout(model)
-            assert_equal(dict(lora_stream.stream(model)), want)
+            assert_equal(sent(model), want)
 
 
 def test_matrices_that_a_checkpoint_splits_by_columns_are_merged_in_their_parts(pool):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests import peers
-from tests.models import assert_matches
+from tests.models import assert_equal
 
 pytestmark = [pytest.mark.dist, peers.needs(peers.TRL)]
 
@@ -19,7 +19,7 @@ def found(tmp_path_factory):
 
 def test_the_engine_of_every_rank_gets_the_whole_merged_model(found):
     for rank in found:
-        assert_matches(rank["colocated"], rank["formula"])
+        assert_equal(rank["colocated"], rank["unsharded"])
         assert rank["scope"] == "all"
 
 
@@ -28,7 +28,7 @@ def test_a_sleeping_engine_is_woken_for_its_weights_alone(found):
 
 
 def test_trls_own_communicator_carries_the_merged_model_of_all_ranks(found):
-    assert_matches(found[0]["nccl"], found[0]["formula"])
+    assert_equal(found[0]["nccl"], found[0]["unsharded"])
     assert found[0]["metadata is iteration"]
     assert found[0]["resets"] == 1
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from lora_stream.checkpoint import load_train_meta
 from tests import oracle, peers
 from tests.dist.verl_cases import ADAPTERS, CASES
-from tests.models import STEP, assert_matches, qwen2, with_lora
+from tests.models import STEP, assert_equal, assert_matches, qwen2, sent, with_lora
 
 pytestmark = [pytest.mark.dist, peers.needs(peers.VERL)]
 
@@ -34,8 +34,8 @@ def facts_of(work, name):
     return json.loads((work / name / "facts.json").read_text())
 
 
-def exact(work, name):
-    """The model that the engine held, unsharded, and what its merged weights are by the formula."""
+def held(work, name):
+    """The model that the engine held, unsharded."""
     case = CASES[name]
     dtype = torch.bfloat16 if case.get("model_dtype") == "bf16" else torch.float32
     model = AutoModelForCausalLM.from_pretrained(work / name / "base", dtype=dtype)
@@ -48,7 +48,7 @@ def exact(work, name):
     missing, unexpected = model.to(dtype).load_state_dict(whole, strict=False)
     assert not unexpected
     assert not [key for key in missing if "lora_" in key or "q_proj" in key]
-    return oracle.expected(model, None if is_plain(work, name) else torch.bfloat16)
+    return model
 
 
 def is_plain(work, name):
@@ -61,8 +61,13 @@ MERGED = [name for name in CASES if name not in ("fsdp2, not merged", "fsdp2, ti
 
 
 @pytest.mark.parametrize("name", MERGED)
-def test_the_patched_engine_streams_what_the_formula_says(work, name):
-    assert_matches(load_file(work / name / "ours.safetensors"), exact(work, name))
+def test_the_patched_engine_streams_the_formula_dithered_as_a_stream_of_the_unsharded_model(work, name):
+    got, model = load_file(work / name / "ours.safetensors"), held(work, name)
+    wire_dtype = None if is_plain(work, name) else torch.bfloat16
+    assert_equal(got, sent(model, wire_dtype=wire_dtype))
+    for tensor_name, tensor in oracle.expected(model, torch.float32).items():
+        step = STEP[got[tensor_name].dtype]
+        torch.testing.assert_close(got[tensor_name].float(), tensor.float(), rtol=step, atol=step / 16, msg=tensor_name)
     assert facts_of(work, name)["peft_config"]["ours"] is None
 
 
@@ -76,8 +81,8 @@ def test_names_dtypes_and_values_are_verls_own_within_its_rounding(work, name):
     if CASES[name].get("tied"):
         del verls["lm_head.weight"]  # which verl sends beside the embedding that it is
     assert ours.keys() == verls.keys()
-    # verl adds in the parameters' dtype, and then rounds to the wire's.
-    step = 2 * STEP[torch.bfloat16] if "bfloat16" in name else STEP[torch.bfloat16]
+    # verl adds in the parameters' dtype, and then rounds to the wire's; what is dithered is less than a step off.
+    step = 3 * STEP[torch.bfloat16] if "bfloat16" in name else 2 * STEP[torch.bfloat16]
     for tensor_name, tensor in verls.items():
         assert ours[tensor_name].dtype == tensor.dtype, tensor_name
         torch.testing.assert_close(ours[tensor_name], tensor, rtol=step, atol=step / 4, msg=tensor_name)

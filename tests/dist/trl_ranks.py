@@ -3,7 +3,7 @@ stand-ins for engines, because its own need a GPU or are tested in tests/program
 
     trl_ranks.py OUT
 
-OUT/RANK.pt: what each way delivered on the rank, and the formula's tensors.
+OUT/RANK.pt: what each way delivered on the rank, and what a dithered stream of the unsharded model yields.
 """
 
 import sys
@@ -20,7 +20,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from lora_stream.integrations import trl as drop_in
 from tests import oracle
-from tests.models import llama, with_lora
+from tests.models import llama, sent, with_lora
 
 
 class Engine:
@@ -69,7 +69,7 @@ def main():
     is_main = accelerator.is_main_process
     torch.manual_seed(3)
     model = with_lora(llama(), modules_to_save=["lm_head"])
-    found = {"formula": oracle.expected(model)}
+    found = {"unsharded": sent(model)}
     for layer in model.get_base_model().model.layers:
         fully_shard(layer)
     fully_shard(model)

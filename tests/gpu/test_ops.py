@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lora_stream import ops, reference
+from lora_stream.rounding import Place
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 POISON = 7.0
@@ -47,6 +48,38 @@ def assert_within_bound(out, base, lora_A, lora_B, scaling, epsilon=2.0**-18):
     fraction_bits = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}[out.dtype]
     half_step = (exact.abs() * 2.0 ** (-fraction_bits - 1)).clamp_min(2.0**-25)
     assert ((out.double() - exact).abs() <= half_step + magnitude * epsilon).all()
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("base_dtype", DTYPES)
+@pytest.mark.parametrize("size", [1.0, 1e-6, 1e6])
+def test_dither_takes_the_bits_of_the_slow_twin_however_the_weight_is_cut(base_dtype, out_dtype, size):
+    for rows, cols, rank in SHAPES:
+        base, lora_A, lora_B, scaling = problem(rows, cols, rank, base_dtype, torch.float32, torch.float32)
+        args = (base.float() * size).to(base_dtype), lora_A, lora_B, scaling * size
+        place = Place(1234567890123 * rank, rows, cols)
+        got = merge(*args, out_dtype, rounding="dither", place=place)
+        sums = merge(*args, torch.float32)
+        want = reference.dither(sums, args[0].float(), out_dtype, place)
+        assert torch.equal(got.view(torch.int16), want.view(torch.int16))
+        if rows > 2 and cols > 2:
+            row, col = rows // 3, cols // 3
+            part = args[0][row:, col:], lora_A[:, col:].contiguous(), lora_B[row:], args[3]
+            place = Place(place.key, place.row + row, place.col + col)
+            assert torch.equal(merge(*part, out_dtype, rounding="dither", place=place), got[row:, col:])
+
+
+def test_fidelity_is_summed_up_where_it_is_asked_for():
+    base, lora_A, lora_B, scaling = problem(300, 203, 5, torch.bfloat16, torch.float32, torch.float32, delta=0.01)
+    out, stats = torch.empty_like(base), torch.zeros(1, ops.NUM_STATS, dtype=torch.float64, device="cuda")
+    for places in (None, [Place(3)]):
+        ops.merge_cast_grouped_([base], [lora_A], [lora_B], [scaling], [out], stats, places=places)
+        delta = scaling * (lora_B.double() @ lora_A.double())
+        want = ((out.double() - base.double()) * delta).sum()
+        torch.testing.assert_close(stats[0, 4], want, rtol=1e-3, atol=0.0)
+    ops.merge_cast_grouped_([base], [lora_A], [lora_B], [scaling], [out], stats, fidelity=False)
+    assert stats[0, 4].isnan()
+    assert stats[0, [0, 1, 2, 3, 5]].isfinite().all()
 
 
 @pytest.mark.parametrize("out_dtype", DTYPES)

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 import lora_stream
-from tests.models import with_lora
+from tests.models import sent, with_lora
 from tests.vllm import live
 
 base, out, rank = sys.argv[1], Path(sys.argv[2]), int(os.environ["RANK"])
@@ -32,5 +32,5 @@ if "sync" in sys.argv:
     model = with_lora(AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).eval())
     lora_stream.sync(model, llm)
     if rank == 0:
-        save_file(dict(lora_stream.stream(model)), out / "merged.safetensors")
+        save_file(sent(model), out / "merged.safetensors")
 (out / f"logprobs-{rank}.json").write_text(json.dumps(live.logprobs(llm)))

@@ -19,10 +19,9 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.generation import vllm_generation
 from vllm import LLM
 
-import lora_stream
 import tests.conftest  # noqa: F401  the engine's environment, before anything imports vLLM
 from lora_stream.integrations import trl as drop_in
-from tests.models import state
+from tests.models import sent, state
 from tests.vllm import live
 
 
@@ -80,13 +79,13 @@ def main():
     facts = {
         "syncs": syncs,
         "merged": len(generation.report.merged),
-        "moved": generation.report.share_unmoved < 1,
+        "moved": generation.report.fidelity.moved > 0,
         "same model": before["layers"] == after["layers"]
         and all(torch.equal(value[0], after["tensors"][name][0]) for name, value in before["tensors"].items()),
         "steps": trainer.state.global_step,
         "is TRL's own again": vllm_generation.VLLMGeneration.sync_weights.__module__.startswith("trl."),
     }
-    save_file(dict(lora_stream.stream(trainer.model)), out / "merged.safetensors")
+    save_file(sent(trainer.model), out / "merged.safetensors")
     if where == "colocate":
         (out / "logprobs.json").write_text(json.dumps(live.logprobs(generation.llm)))
     (out / "facts.json").write_text(json.dumps(facts))

@@ -160,7 +160,8 @@ def test_merge_measures_every_way_and_writes_json_and_a_picture(tmp_path):
     assert len(found["groups"]) == 4
     for each in found["groups"]:
         ways = {way["name"]: way for way in each["ways"]}
-        measured = {"copy", "ours", "ours, with statistics", f"ours, {path}", "eager", "addmm", "addmm_", "PEFT"}
+        measured = {"copy", "ours", f"ours, {path}", "eager", "addmm", "addmm_", "PEFT"}
+        measured |= {"ours, with statistics", "ours, dithered", "ours, dithered, with statistics"}
         assert {name for name, way in ways.items() if len(way["seconds"]) == 2} == measured
         assert ways["Triton"]["missing"]
     assert found["machine"]["cpu_path"] == _C.cpu_path()

@@ -25,8 +25,8 @@ def records():
 
 def test_every_kernel_is_there_for_every_architecture(records):
     machine = [name for name in _C.cuda_architectures.split() if name.startswith("sm_")]
-    kernels = {(r["operands"], r["base_bytes"], r["stats"]) for r in records}
-    assert len(kernels) == len(cuda_code.OPERANDS) * 2 * 2
+    kernels = {(r["operands"], r["base_bytes"], r["statistics"]) for r in records}
+    assert len(kernels) == len(cuda_code.OPERANDS) * 2 * len(cuda_code.STATISTICS)
     assert len(records) == len(kernels) * len(machine)
     assert {r["architecture"] for r in records} == set(machine)
 

@@ -1,10 +1,13 @@
 """The two passes of a DoRA against float64, and the ops between them against their slow twin. Unit layer."""
 
+import random
+
 import pytest
 import torch
 
 from lora_stream import _C, dora, ops
 from lora_stream.reference import round_once
+from lora_stream.rounding import Place
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 1), (1, 37), (37, 1), (3, 16), (29, 300), (300, 29), (5, 1027)]
@@ -61,12 +64,13 @@ def test_the_op_is_its_slow_twin(out_dtype):
             scale[torch.rand_like(scale) < 0.3] = 1.2
             outs = [torch.empty(rows, cols, dtype=out_dtype) for _ in range(2)]
             found = [torch.zeros(ops.NUM_STATS, dtype=torch.float64) for _ in range(2)]
-            dora.scale_cast(merged, scale, base, outs[0], found[0])
-            dora.scale_cast_reference(merged, scale, base, outs[1], found[1])
+            place = random.choice([None, Place(random.getrandbits(60), 3, random.randrange(9))])
+            dora.scale_cast(merged, scale, base, outs[0], found[0], place)
+            dora.scale_cast_reference(merged, scale, base, outs[1], found[1], place)
             assert torch.equal(outs[0], outs[1])
             assert torch.equal(found[0][[0, 1]], found[1][[0, 1]])
-            assert found[0][4] % 2**32 == found[1][4]
-            torch.testing.assert_close(found[0][2:4], found[1][2:4], rtol=1e-5, atol=1e-9)
+            assert found[0][-1] % 2**32 == found[1][-1]
+            torch.testing.assert_close(found[0][2:5], found[1][2:5], rtol=1e-5, atol=1e-9)
 
 
 def test_the_bits_depend_on_neither_blocks_nor_threads_nor_the_cpus_path(monkeypatch):
@@ -123,7 +127,8 @@ def test_a_base_that_lies_transposed_is_read_right():
         ({"base": torch.zeros(4, 6)}, "matrices of merged's shape"),
         ({"out": torch.zeros(5, 4).T}, "adjacent elements"),
         ({"out": torch.zeros(4, 5).double()}, "must be float32, bfloat16 or float16"),
-        ({"stats": torch.zeros(5)}, r"stats must be float64 \[5\]"),
+        ({"stats": torch.zeros(6)}, r"stats must be float64 \[6\]"),
+        ({"place": [1, 2]}, "place must hold key, row and column, or nothing"),
     ],
 )
 def test_wrong_input_raises_with_name_and_expected(change, message):
@@ -132,7 +137,8 @@ def test_wrong_input_raises_with_name_and_expected(change, message):
         "scale": torch.ones(4, 1),
         "base": torch.zeros(4, 5),
         "out": torch.zeros(4, 5),
-        "stats": torch.zeros(5, dtype=torch.float64),
+        "stats": torch.zeros(6, dtype=torch.float64),
+        "place": [],
     }
     torch.ops.lora_stream._scale_cast_(*args.values())
     with pytest.raises(RuntimeError, match=message):

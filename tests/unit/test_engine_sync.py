@@ -8,7 +8,7 @@ from peft import LoraConfig
 
 import lora_stream
 from tests.doubles import Recorder
-from tests.models import assert_matches, assert_same_state, expected, fill, llama, state, with_lora
+from tests.models import assert_equal, assert_matches, assert_same_state, expected, fill, llama, sent, state, with_lora
 
 
 @pytest.fixture
@@ -25,12 +25,12 @@ def test_first_sync_sends_everything_and_later_ones_what_trains(model):
     first = lora_stream.sync(model, engine)
     assert len(engine.loads[0]) == ALL
     assert first.scope == "all"
-    assert_matches(engine.weights, expected(model))
+    assert_equal(engine.weights, sent(model))
     fill(model)
     second = lora_stream.sync(model, engine)
     assert len(engine.loads[1]) == TRAINED
     assert second.scope == "trained"
-    assert_matches(engine.weights, expected(model))
+    assert_equal(engine.weights, sent(model))
     lora_stream.sync(model, engine, full=True, allow_unmoved=True)
     assert len(engine.loads[2]) == ALL
 
@@ -48,7 +48,7 @@ def test_adapters_may_change_dtype_between_syncs(model):
         if "lora_" in name:
             parameter.data = parameter.data.to(torch.bfloat16)
     lora_stream.sync(model, engine)
-    assert_matches(engine.weights, expected(model))
+    assert_equal(engine.weights, sent(model))
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.data = parameter.data.float()
@@ -68,7 +68,7 @@ def test_another_model_on_a_known_engine_gets_a_full_sync(model):
     other = with_lora(llama(tied=True))
     lora_stream.sync(other, engine, base_loaded=True)
     assert len(engine.loads[1]) == ALL
-    assert_matches(engine.weights, expected(other))
+    assert_equal(engine.weights, sent(other))
 
 
 def test_switching_to_an_adapter_with_other_targets_restores_the_old_targets(model):
@@ -78,7 +78,7 @@ def test_switching_to_an_adapter_with_other_targets_restores_the_old_targets(mod
     fill(model)
     model.set_adapter("other")
     lora_stream.sync(model, engine)
-    assert_matches(engine.weights, expected(model))
+    assert_equal(engine.weights, sent(model))
 
 
 def test_live_model_is_untouched_by_a_sync(model):
@@ -116,8 +116,8 @@ def test_report_counts_and_names_everything(model):
 
 def test_rounding_figures_are_those_of_the_formula(model):
     fill(model, std=0.01)
-    report = lora_stream.sync(model, Recorder())
-    changed = unmoved = kept_sq = delta_sq = 0
+    report = lora_stream.sync(model, Recorder(), rounding="nearest")
+    changed = unmoved = kept_sq = delta_sq = projected = 0
     for name, merged in expected(model).items():
         if name not in report.merged:
             continue
@@ -131,9 +131,11 @@ def test_rounding_figures_are_those_of_the_formula(model):
         unmoved += ((delta != 0) & (merged == rounded)).sum().item()
         kept_sq += (merged.double() - rounded.double()).square().sum().item()
         delta_sq += delta.square().sum().item()
-    assert report.share_unmoved == pytest.approx(unmoved / changed, rel=1e-2)
-    assert 0.01 < report.share_unmoved < 0.99
-    assert report.norm_kept == pytest.approx((kept_sq / delta_sq) ** 0.5, rel=1e-2)
+        projected += ((merged.double() - base.double()) * delta).sum().item()
+    assert report.fidelity.moved == pytest.approx(1 - unmoved / changed, rel=1e-2)
+    assert 0.01 < report.fidelity.moved < 0.99
+    assert report.fidelity.norm_ratio == pytest.approx((kept_sq / delta_sq) ** 0.5, rel=1e-2)
+    assert report.fidelity.captured == pytest.approx(projected / delta_sq, rel=1e-2)
 
 
 def test_an_adapter_that_moved_and_changed_nothing_is_an_error():
@@ -145,18 +147,19 @@ def test_an_adapter_that_moved_and_changed_nothing_is_an_error():
                 parameter.fill_(1.0)
     fill(model, std=1e-5)
     engine = Recorder()
-    with pytest.raises(lora_stream.UnmovedError, match="none of the 6 targets has") as error:
-        lora_stream.sync(model, engine)
+    with pytest.raises(lora_stream.UnmovedError, match=r"none of the 6 targets has.*round by dither") as error:
+        lora_stream.sync(model, engine, rounding="nearest")
     assert len(error.value.report.unmoved_targets) == 6
-    assert error.value.report.share_unmoved == 1.0
+    assert error.value.report.fidelity.moved == 0.0
+    assert error.value.report.fidelity.captured == 0.0
     assert "UNMOVED" in str(error.value.report)
     fill(model, std=1e-5)
     with pytest.raises(lora_stream.UnmovedError):
-        lora_stream.sync(model, engine)
+        lora_stream.sync(model, engine, rounding="nearest")
     fill(model, std=1e-5)
-    assert len(lora_stream.sync(model, engine, allow_unmoved=True).unmoved_targets) == 6
+    assert len(lora_stream.sync(model, engine, rounding="nearest", allow_unmoved=True).unmoved_targets) == 6
     fill(model, std=0.2)
-    assert lora_stream.sync(model, engine).unmoved_targets == ()
+    assert lora_stream.sync(model, engine, rounding="nearest").unmoved_targets == ()
 
 
 def test_what_trains_without_an_adapter_counts_as_movement_only_when_it_moves():
@@ -192,7 +195,7 @@ def test_a_failed_sync_puts_the_old_weights_back_and_the_next_one_works(model, f
     fail_at = {"middle": TRAINED // 2, "last": TRAINED - 1}.get(fail_at, fail_at)
     engine = Recorder()
     lora_stream.sync(model, engine)
-    old = expected(model)
+    old = sent(model)
     fill(model)
     engine.fail_at = fail_at
     with pytest.raises(lora_stream.SyncError, match=r"engine broke; the engine was put back on its old weights"):
@@ -200,7 +203,7 @@ def test_a_failed_sync_puts_the_old_weights_back_and_the_next_one_works(model, f
     assert_matches(engine.weights, old)
     lora_stream.sync(model, engine)
     assert len(engine.loads[-1]) == TRAINED
-    assert_matches(engine.weights, expected(model))
+    assert_equal(engine.weights, sent(model))
 
 
 def test_a_failed_first_sync_over_the_base_puts_the_base_back(model):
@@ -228,7 +231,7 @@ def test_after_a_failed_sync_over_unknown_weights_the_next_one_is_full(model):
         lora_stream.sync(model, engine)
     lora_stream.sync(model, engine, base_loaded=True)
     assert len(engine.loads[-1]) == ALL
-    assert_matches(engine.weights, expected(model))
+    assert_equal(engine.weights, sent(model))
 
 
 def test_failing_before_the_first_tensor_leaves_the_engine_as_it_was(model):
@@ -268,7 +271,7 @@ def test_a_keyboard_interrupt_passes_through_and_the_next_sync_works(model):
         lora_stream.sync(model, engine, on_tensor=interrupt, offload=lambda: offloads.append(1))
     assert offloads == [1, 1]  # of the interrupted pass and of the one that restores
     lora_stream.sync(model, engine)
-    assert_matches(engine.weights, expected(model))
+    assert_equal(engine.weights, sent(model))
 
 
 def test_offload_runs_once_per_pass_in_success_failure_and_restoring(model):

@@ -14,6 +14,8 @@ ORDER = [
     "views",
     "plan",
     "packing",
+    "rounding",
+    "fidelity",
     "ops",
     "reference",
     "shards",

@@ -154,13 +154,14 @@ def test_statistics_are_what_rounding_did():
     out = torch.empty(61, 119, dtype=torch.bfloat16)
     stats = torch.empty(1, ops.NUM_STATS, dtype=torch.float64)
     ops.merge_cast_grouped_([base], [lora_A], [lora_B], [2.0], [out], stats)
-    changed, unmoved, kept_sq, delta_sq, checksum = stats[0].tolist()
+    changed, unmoved, kept_sq, delta_sq, projected, checksum = stats[0].tolist()
     delta = 2.0 * (lora_B.double() @ lora_A.double())
     assert changed == 54 * 119
     assert unmoved == ((out == base) & (delta != 0)).sum().item()
     assert 0 < unmoved < changed
     assert kept_sq == pytest.approx((out.double() - base.double()).square().sum().item(), rel=1e-4)
     assert delta_sq == pytest.approx(delta.square().sum().item(), rel=1e-4)
+    assert projected == pytest.approx(((out.double() - base.double()) * delta).sum().item(), rel=1e-4)
     assert checksum == out.float().view(torch.int32).to(torch.int64).sum().item() % 2**32
 
 

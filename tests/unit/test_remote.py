@@ -12,7 +12,7 @@ import torch
 import lora_stream
 from lora_stream.ring import Receiver
 from lora_stream.vllm import wire
-from tests.models import assert_matches, expected, fill, llama, with_lora
+from tests.models import assert_equal, fill, llama, sent, with_lora
 
 
 class Worker:
@@ -165,7 +165,7 @@ def test_all_workers_get_the_policy_and_the_calls_come_in_order(model):
         *("tell False", "describe"),
     ]
     for worker in engine.workers:
-        assert_matches(worker.weights, expected(model))
+        assert_equal(worker.weights, sent(model))
     assert first.seconds_loading == 0.25
     assert first.peak_staging_bytes >= 8 * 4096
     fill(model)
@@ -177,7 +177,7 @@ def test_all_workers_get_the_policy_and_the_calls_come_in_order(model):
     ]
     assert (first.scope, second.scope) == ("all", "trained")
     for worker in engine.workers:
-        assert_matches(worker.weights, expected(model))
+        assert_equal(worker.weights, sent(model))
 
 
 def test_an_engine_that_is_still_already_is_left_so(model):
@@ -210,7 +210,7 @@ def test_an_engine_that_was_restarted_gets_a_new_ring_and_everything(model):
     engine.workers = [Worker(["restarted", 0])]
     fill(model)
     assert sync(model, engine).scope == "all"
-    assert_matches(engine.workers[0].weights, expected(model))
+    assert_equal(engine.workers[0].weights, sent(model))
 
 
 def test_an_old_answer_is_not_taken_for_a_new_one(model):
@@ -221,7 +221,7 @@ def test_an_old_answer_is_not_taken_for_a_new_one(model):
     assert old[0].receiver is not None  # it lives, as far as the ring can tell
     fill(model)
     assert sync(model, engine).scope == "all"
-    assert_matches(engine.workers[0].weights, expected(model))
+    assert_equal(engine.workers[0].weights, sent(model))
 
 
 @pytest.mark.parametrize("counts", [True, False])
@@ -304,7 +304,7 @@ def test_a_mixture_stays_paused_and_the_next_sync_mends_it(model):
     engine.fail_at = None
     assert sync(model, engine, base_loaded=True).scope == "all"
     assert not engine.is_still
-    assert_matches(engine.workers[0].weights, expected(model))
+    assert_equal(engine.workers[0].weights, sent(model))
 
 
 @pytest.mark.parametrize("when", ["before accepting", "after loading"])
@@ -377,7 +377,7 @@ def test_a_call_that_fails_ends_in_an_error_that_says_what_the_engine_holds(mode
         assert "holds its old weights" in str(caught.value) or "is on its old weights" in str(caught.value)
     engine.broken = set()
     sync(model, engine, allow_unmoved=True)
-    assert_matches(engine.workers[0].weights, expected(model))
+    assert_equal(engine.workers[0].weights, sent(model))
     assert not engine.is_still
 
 

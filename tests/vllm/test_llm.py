@@ -10,7 +10,7 @@ import torch
 from vllm import SamplingParams
 
 import lora_stream
-from tests.models import assert_same_state, fill, state, with_lora
+from tests.models import assert_same_state, fill, sent, state, with_lora
 from tests.vllm.live import PROMPTS, logprobs, logprobs_in_a_process, save_merged
 
 pytestmark = pytest.mark.vllm
@@ -23,7 +23,7 @@ def model(setup):
 
 def logprobs_from_disk(setup, model, tmp_path):
     """Of an engine that loads a checkpoint made of the same merged tensors."""
-    merged = dict(lora_stream.stream(model, wire_dtype=setup.dtype))
+    merged = sent(model, wire_dtype=setup.dtype)
     return logprobs_in_a_process(save_merged(setup.directory, merged, tmp_path / "merged"), setup.dtype)
 
 

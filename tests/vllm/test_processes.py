@@ -18,7 +18,7 @@ from lora_stream.ring import TransferError
 from lora_stream.vllm.channel import Channel
 from lora_stream.vllm.clients import LLMClient
 from lora_stream.vllm.source import LoraStreamSource
-from tests.models import fill, with_lora
+from tests.models import fill, sent, with_lora
 from tests.shm import regions
 from tests.vllm import live
 
@@ -34,7 +34,7 @@ def llm(base):
 
 def logprobs_from_disk(llm, base, model, directory):
     """Of the same engine after vLLM has loaded a checkpoint of the merged tensors by itself."""
-    live.save_merged(base, dict(lora_stream.stream(model)), directory)
+    live.save_merged(base, sent(model), directory)
     llm.collective_rpc("reload_weights", kwargs={"weights_path": str(directory)})
     assert llm.reset_prefix_cache()
     return live.logprobs(llm)

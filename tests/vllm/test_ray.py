@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import lora_stream
-from tests.models import fill, with_lora
+from tests.models import fill, sent, with_lora
 from tests.vllm import live
 
 pytestmark = pytest.mark.vllm
@@ -85,6 +85,6 @@ def test_all_actors_get_the_policy_from_one_pass(local_ray, tmp_path):
     version, synced = one
     assert version == "9"
     assert synced != before
-    merged = live.save_merged(base, dict(lora_stream.stream(model)), tmp_path / "merged")
+    merged = live.save_merged(base, sent(model), tmp_path / "merged")
     ray.shutdown()
     assert json.loads(json.dumps(synced)) == live.logprobs_in_a_process(merged, torch.bfloat16)

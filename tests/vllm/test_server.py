@@ -20,7 +20,7 @@ import lora_stream
 from lora_stream.engines import _servers
 from tests.dist import sharded
 from tests.dist.ranks import Pool
-from tests.models import fill, with_lora
+from tests.models import fill, sent, with_lora
 from tests.shm import regions
 from tests.vllm import live
 
@@ -52,7 +52,7 @@ def test_synced_server_computes_bitwise_what_an_engine_from_disk_does(server, ba
     assert synced != before
     assert httpx.get(f"{server.url}/weight_info").json() == {"weight_version": "step-2"}
     assert not regions()
-    merged = live.save_merged(base, dict(lora_stream.stream(model)), tmp_path / "merged")
+    merged = live.save_merged(base, sent(model), tmp_path / "merged")
     from_disk = live.Server(merged, tmp_path / "log").wait_until_up()
     try:
         assert from_disk.answers() == synced
