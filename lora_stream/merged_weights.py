@@ -472,7 +472,7 @@ def _agree(
 ) -> tuple[Gathering | None, bool]:
     """Make sure that all ranks go through the same pass. Returns its gathers, None where there are none, and whether this rank is
     the one to tell what all that get the tensors know."""
-    lines = [*map(_describe, plan.tasks), f"buckets of {bucket_bytes} bytes", str(arithmetic)]
+    lines = [*map(_describe, plan.tasks), f"buckets of {bucket_bytes} bytes", arithmetic.describe()]
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     found = ranks.agree(lambda: (digest, receives), _BEGIN)
     if any(other != digest for other, _ in found.values()):

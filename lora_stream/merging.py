@@ -30,6 +30,10 @@ class Arithmetic:
         ops.is_fast(self.precision)
         check_rounding(self.rounding, self.seed)
 
+    def describe(self) -> str:
+        """All that must be equal on all ranks."""
+        return f"rounding {self.rounding!r} with seed {self.seed}, precision {self.precision!r}"
+
     def places(self, task: Task, part: torch.Tensor, dim: int = 0, start: int = 0) -> list[Place]:
         """Of the matrices in `part`, which is what the task hands over from `start` of dimension `dim` on: of one, or of one for
         each expert, which lie one below the other."""

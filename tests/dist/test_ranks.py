@@ -265,6 +265,10 @@ def disagree(rank, about):
         kwargs = {"wire_dtype": torch.float32}
     if about == "scope" and rank == 1:
         kwargs = {"scope": "trained"}
+    if about == "seed":
+        kwargs = {"rounding": "dither", "seed": rank}
+    if about == "rounding" and rank == 1:
+        kwargs = {"rounding": "dither"}
     with pytest.raises(RankError, match=ABOUT[about]):
         list(lora_stream.stream(model, **kwargs))
     if about == "scaling" and rank == 1:
@@ -276,6 +280,8 @@ ABOUT = {
     "scaling": r"different things: rank 0 has .*layers\.1\.mlp\.down_proj.* times 8\.0.*; rank 1 has .* times 0\.25",
     "bucket": r"rank 0 has buckets of \d+ bytes; rank 1 has buckets of 4096 bytes",
     "dtype": r"rank 0 has .*embed_tokens.*bfloat16.*; rank 1 has .*float32",
+    "seed": r"rank 0 has rounding 'dither' with seed 0, .*; rank 1 has rounding 'dither' with seed 1",
+    "rounding": r"rank 0 has rounding 'nearest' with .*; rank 1 has rounding 'dither' with",
     "scope": r"rank 0 has .*embed_tokens.*; rank 1 has .*q_proj",
 }
 

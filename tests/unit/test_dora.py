@@ -81,7 +81,7 @@ def test_the_bits_depend_on_neither_blocks_nor_threads_nor_the_cpus_path(monkeyp
         rows, cols = (dora.norms(base, *pair, dim, "float32") for dim in (1, 0))
         outs = [torch.empty(41, 1030, dtype=torch.bfloat16) for _ in range(2)]
         dora.merge(base, tuple(pair), 1.3 / rows, outs[0], "float32")
-        dora.merge(base, tuple(pair), 1.3 / cols, outs[1], "float32")
+        dora.merge(base, tuple(pair), 1.3 / cols, outs[1], "float32", Place(5, 3, 1))
         return [rows, cols, *outs]
 
     want = everything()

@@ -9,7 +9,7 @@ import torch
 
 import lora_stream
 from lora_stream import ops
-from lora_stream.fidelity import Fidelity, Rounding
+from lora_stream.fidelity import Fidelity, Rounding, warn_if_low
 from tests.doubles import Pieces, Recorder
 from tests.kinds import KINDS
 from tests.models import fill, llama, with_lora
@@ -99,6 +99,13 @@ def test_a_report_tells_people_and_programs(small_update):
     assert found["moved"] == report.fidelity.moved
     assert found["worst"][0] == [worst, value]
     assert found["rounding"][worst]["projected"] == report.rounding[worst].projected
+
+
+@pytest.mark.parametrize(("projected", "warns"), [(8.9, True), (9.1, False), (math.nan, False)])
+def test_nine_tenths_are_enough(projected, warns, caplog):
+    part = Rounding(changed=10, unmoved=5, kept_sq=1.0, delta_sq=10.0, projected=projected, checksum=3)
+    warn_if_low({"a": part})
+    assert bool(warnings_of(caplog)) == warns
 
 
 def warnings_of(caplog):
