@@ -4,7 +4,8 @@
         ──► weights by each way ──► logits of two kinds of text ──► KL, mean |dp|, policy gain, captured
 
 *Policy gain* is the slope of logp_engine - logp_base on logp_exact - logp_base over the tokens of a text: 1 is right, 0 is no
-update. *captured* is of the weights, see ../fidelity.py.
+update. The base's logprobs are the engine's own there and exact here: what is regressed on has no noise, which would flatten
+the slope. *captured* is of the weights, see ../fidelity.py.
 """
 
 import copy
@@ -115,7 +116,7 @@ def bench(
             progress(case.name)
             torch.manual_seed(0)
             adapted = _adapted(copy.deepcopy(model), case, train)
-            exact = [_logits(adapted, text) for text in measured]
+            exact = [(_logits(adapted, text), _logits(model, text)) for text in measured]
             for dtype in compute:
                 with_engine = f"vLLM, {dtype}" if engine else str(dtype)
                 label = f"{case.name}; computed in {with_engine.replace('torch.', '')}"
@@ -326,7 +327,7 @@ def _groups(
     model: nn.Module,
     adapted: nn.Module,
     texts: Sequence[Text],
-    exact: Sequence[torch.Tensor],
+    exact: Sequence[tuple[torch.Tensor, torch.Tensor]],
     found: Mapping[str, Sequence],
 ) -> list[Group]:
     of_weights = {way: _of_weights(way, model, adapted) for way in found if way not in (NO_UPDATE, ADAPTER)}
@@ -335,7 +336,7 @@ def _groups(
         ways = [
             Way(
                 name=way,
-                figures=figures(exact[i], found[NO_UPDATE][i], logits[i], text.tokens[1:]) | of_weights.get(way, {}),
+                figures=figures(*exact[i], found[NO_UPDATE][i], logits[i], text.tokens[1:]) | of_weights.get(way, {}),
             )
             for way, logits in found.items()
         ]
@@ -359,12 +360,11 @@ def _of_weights(way: str, model: nn.Module, adapted: nn.Module) -> dict[str, flo
     return {"captured": projected / delta_sq if delta_sq else 0.0, "moved": moved / max(1, changed)}
 
 
-def figures(exact: torch.Tensor, base, engine, targets: torch.Tensor) -> dict[str, float]:
-    """exact: logprobs [positions, vocabulary]; base, engine: the same, or of each position a dict of some tokens' logprobs;
-    targets: [positions], the tokens of the text."""
-    of_text = exact.double().gather(1, targets[:, None])[:, 0]
-    told, told_base = (_of_targets(each, targets) for each in (engine, base))
-    x, y = of_text - told_base, told - told_base
+def figures(exact: torch.Tensor, exact_base: torch.Tensor, base, engine, targets: torch.Tensor) -> dict[str, float]:
+    """exact, exact_base: logprobs [positions, vocabulary]; base, engine: as the engine has them, the same or of each position a
+    dict of some tokens' logprobs; targets: [positions], the tokens of the text."""
+    of_text, of_base, told, told_base = (_of_targets(each, targets) for each in (exact, exact_base, engine, base))
+    x, y = of_text - of_base, told - told_base
     return {
         "KL": _divergence(exact, engine),
         "mean |dp|": (told.exp() - of_text.exp()).abs().mean().item(),

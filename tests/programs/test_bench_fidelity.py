@@ -96,17 +96,19 @@ def test_figures_are_those_of_the_definitions():
     base, exact = (torch.randn(7, 11).log_softmax(-1) for _ in range(2))
     targets = torch.arange(7)
     half = base + 0.5 * (exact - base)  # of the logprobs, so also of the text's
-    assert figures(exact, base, half, targets)["gain"] == pytest.approx(0.5)
-    assert figures(exact, base, exact, targets) == {"KL": 0.0, "mean |dp|": 0.0, "gain": pytest.approx(1)}
-    found = figures(exact, base, base, targets)
+    assert figures(exact, base, base, half, targets)["gain"] == pytest.approx(0.5)
+    assert figures(exact, base, base, exact, targets) == {"KL": 0.0, "mean |dp|": 0.0, "gain": pytest.approx(1)}
+    noise = 0.1 * torch.randn(7, 11)  # of an engine's arithmetic, alike with both policies
+    assert figures(exact, base, base + noise, exact + noise, targets)["gain"] == pytest.approx(1)
+    found = figures(exact, base, base, base, targets)
     p, q = exact.double().exp(), base.double().exp()
     assert found["KL"] == pytest.approx((p * (p / q).log()).sum(-1).mean().item())
     assert found["mean |dp|"] == pytest.approx((p - q)[targets, targets].abs().mean().item())
     # An engine that tells of all tokens is as good as the logits; of some, the rest counts as one.
     told = [dict(enumerate(row)) for row in base.tolist()]
-    assert figures(exact, told, told, targets)["KL"] == pytest.approx(found["KL"], rel=1e-5)
+    assert figures(exact, base, told, told, targets)["KL"] == pytest.approx(found["KL"], rel=1e-5)
     some = [{token: row[token] for token in sorted({i, (i + 1) % 11})} for i, row in enumerate(base.tolist())]
-    assert 0 < figures(exact, some, some, targets)["KL"] < found["KL"]
+    assert 0 < figures(exact, base, some, some, targets)["KL"] < found["KL"]
 
 
 @pytest.mark.parametrize("text", ["30", "30:x:16:q_proj", "30:1e-5:16", "30:1e-5:16:q_proj:v_proj", "-3:1e-5:4:q_proj"])
