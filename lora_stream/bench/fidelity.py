@@ -8,6 +8,7 @@ update. The base's logprobs are the engine's own there and exact here: what is r
 the slope. *captured* is of the weights, see ../fidelity.py.
 """
 
+import contextlib
 import copy
 import inspect
 import logging
@@ -214,18 +215,18 @@ def _by_way(
             computing = copy.deepcopy(adapted).to(dtype)
         else:
             computing = rollout
-            _load(rollout.to(dtype), dict(_weights(name, model, adapted)))
+            _load(rollout.to(dtype), _weights(name, model, adapted))
         yield name, [_logits(computing, text) for text in texts]
 
 
-def _weights(way: str, model: nn.Module, adapted: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Under checkpoint names, in bfloat16."""
+def _weights(way: str, model: nn.Module, adapted: nn.Module) -> dict[str, torch.Tensor]:
+    """By checkpoint name, in bfloat16."""
     if way == NO_UPDATE:
-        yield from stream(model)
-    elif way == TWO_STEP:
-        yield from stream(two_step(adapted))
-    else:
-        yield from _quietly(stream(adapted, rounding="dither" if way == DITHER else "nearest"))
+        return dict(stream(model))
+    if way == TWO_STEP:
+        return dict(stream(two_step(adapted)))
+    with _no_warning():
+        return dict(stream(adapted, rounding="dither" if way == DITHER else "nearest"))
 
 
 def two_step(adapted: nn.Module) -> nn.Module:
@@ -233,13 +234,14 @@ def two_step(adapted: nn.Module) -> nn.Module:
     return copy.deepcopy(adapted).to(torch.bfloat16).merge_and_unload()  # type: ignore[operator]
 
 
-def _quietly(weights: Iterator) -> Iterator:
-    """Without the warning that is what is measured here."""
+@contextlib.contextmanager
+def _no_warning() -> Iterator[None]:
+    """Of what is measured here."""
     logger = logging.getLogger("lora_stream")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        yield from weights
+        yield
     finally:
         logger.setLevel(level)
 
@@ -297,7 +299,8 @@ class Engine:
             elif name == TWO_STEP:
                 sync(two_step(adapted), self._llm, full=True)
             else:
-                list(_quietly(iter([sync(adapted, self._llm, full=True, rounding=name, allow_unmoved=True)])))
+                with _no_warning():
+                    sync(adapted, self._llm, full=True, rounding=name, allow_unmoved=True)
             if name == ADAPTER:
                 self._num_adapters += 1
                 directory = f"{self._directory.name}/{self._num_adapters}"
@@ -347,7 +350,7 @@ def _groups(
 
 def _of_weights(way: str, model: nn.Module, adapted: nn.Module) -> dict[str, float]:
     """captured and moved, of all weights that the adapter changes."""
-    weights = dict(_weights(way, model, adapted))
+    weights = _weights(way, model, adapted)
     projected = delta_sq = 0.0
     moved = changed = 0
     for name, merged, base in _merged_and_base(adapted, torch.float32):
