@@ -37,10 +37,19 @@ def test_the_grpo_loop_keeps_engine_and_trainer_on_one_policy_and_shows_when_the
     short = ["--model", directory, "--steps", 3, "--prompts", 2, "--samples", 4, "--tokens", 6, "--learning-rate", 0.03]
     steps = json.loads(run("grpo_loop.py", *short).splitlines()[-1])["steps"]
     broken = json.loads(run("grpo_loop.py", *short, "--break-sync").splitlines()[-1])["steps"]
-    assert steps[0] == broken[0]
+    assert {**steps[0], "captured": None} == broken[0]
     assert min(step["corr"] for step in steps) > 0.99
     assert broken[-1]["corr"] < 0.9
     assert broken[-1]["diff"] > 10 * max(step["diff"] for step in steps)
+
+
+def test_the_grpo_loop_takes_the_other_ways_into_the_engine_too(directory):
+    short = ["--model", directory, "--steps", 2, "--prompts", 1, "--samples", 4, "--tokens", 6, "--learning-rate", 0.03]
+    for way in ("nearest", "adapter"):
+        found = json.loads(run("grpo_loop.py", *short, "--way", way).splitlines()[-1])
+        assert found["way"] == way
+        assert min(step["corr"] for step in found["steps"]) > 0.99
+        assert (found["steps"][0]["captured"] is None) == (way == "adapter")
 
 
 def test_two_fsdp2_ranks_sync_into_the_engine_of_the_first(directory):

@@ -170,7 +170,7 @@ def test_merge_measures_every_way_and_writes_json_and_a_picture(tmp_path):
     dora, _ = run("merge", "--shape", "70x130", "--repeats", 1, "--dora", "--ranks", 4, "--dtypes", "float32")
     assert {way["name"] for way in dora["groups"][0]["ways"]} == {"ours, without DoRA", "ours", "PEFT"}
     compared, shown = run("compare", tmp_path / "m.json", tmp_path / "m.json", "--plot", tmp_path / "c.png")
-    assert len(compared["changes"]) == 4 * 8
+    assert len(compared["changes"]) == 4 * 10
     assert {change["verdict"] for change in compared["changes"]} == {"within the spread"}
     assert all(change["ratio"][1] == 1 for change in compared["changes"])
     assert "within the spread" in shown
