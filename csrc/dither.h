@@ -2,9 +2,9 @@
 //
 // A float32 sum becomes one of its two neighbours in the output's dtype: the one further from zero with a probability
 // equal to the fraction of the step that the sum lies beyond the other one. That is unbiased, where rounding to nearest
-// would put all small changes back (Gupta et al., 2015). The number that decides is a function of a key and of the element's
-// place in the whole parameter: the same for every thread, processor, device and sharding, and again at the next merge,
-// so that an element that a growing delta has moved stays moved.
+// would put all small changes back (Gupta et al., 2015). The number that decides is a function of a key and of the
+// element's place in the whole parameter: the same for every thread, processor, device and sharding, and again at the
+// next merge, so that an element that a growing delta has moved stays moved.
 #pragma once
 
 #include <cstdint>

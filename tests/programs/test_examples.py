@@ -7,23 +7,10 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed; `make test` installs it where it can be had")
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests import peers
-from tests.vllm import live
 
 pytestmark = pytest.mark.vllm
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    """A word for each token."""
-    directory = tmp_path_factory.mktemp("tiny")
-    torch.manual_seed(5)
-    live.save_tokenizer(directory, 1021)
-    LlamaForCausalLM(LlamaConfig(**live.SIZES)).to(torch.bfloat16).save_pretrained(directory)
-    return directory
 
 
 def run(name, *arguments, launcher=(), path=()):
