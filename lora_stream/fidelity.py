@@ -69,11 +69,7 @@ class Fidelity:
         """Of `captured`, for people."""
         if self.captured is not None:
             return f"{self.captured:.1%}"
-        return (
-            "an unknown part (fidelity=True measures it on devices)"
-            if self.norm_ratio
-            else "nothing, for there is none,"
-        )
+        return "not measured (fidelity=True does on devices)" if self.norm_ratio else "there is no update"
 
     def rows(self) -> list[tuple[str, str]]:
         """Label and text of each line that people read."""

@@ -49,8 +49,8 @@ def merge_cast_(
     zero. A sum that is the base itself, so of every zero delta, is rounded to nearest; what is less than a step beyond the
     dtype's largest value becomes that, never infinite. To float32 there is nothing to round.
 
-    Raises ValueError for another precision or rounding, RuntimeError for a wrong shape, dtype, device or stride, where out overlaps an input without being base, and on
-    CUDA devices where this build has no kernel for them.
+    Raises ValueError for another precision or rounding, RuntimeError for a wrong shape, dtype, device or stride, where out
+    overlaps an input without being base, and on CUDA devices where this build has no kernel for them.
     """
     check_rounding(rounding, 0)
     numbers = list(place) if rounding == "dither" else []

@@ -6,7 +6,7 @@ from functools import cached_property
 
 from lora_stream.fidelity import Fidelity, Rounding
 from lora_stream.plan import Fate, Scope
-from lora_stream.rounding import RoundingMode
+from lora_stream.rounding import RoundingMode, described
 
 
 def format_bytes(count: float) -> str:
@@ -61,7 +61,7 @@ class SyncReport:
 
     @property
     def how_rounded(self) -> str:
-        return f"dither, seed {self.seed}" if self.rounding_mode == "dither" else "nearest"
+        return described(self.rounding_mode, self.seed)
 
     def rows(self) -> list[tuple[str, str]]:
         """Label and text of each line that people read."""
@@ -90,7 +90,7 @@ class SyncReport:
         return (
             f"{format_bytes(self.num_bytes)} sent in {self.seconds['total']:.3f} s, scope {self.scope}, "
             f"{len(self.merged)} tensors merged and {len(self.copied)} copied, {format_bytes(self.num_bytes_gathered)} "
-            f"gathered, rounded by {self.how_rounded}, {self.fidelity.text} of the update captured"
+            f"gathered, rounded by {self.how_rounded}, update captured: {self.fidelity.text}"
         )
 
     def __str__(self) -> str:

@@ -36,6 +36,11 @@ class Place(NamedTuple):
 ORIGIN = Place(0)
 
 
+def described(rounding: RoundingMode, seed: int) -> str:
+    """For reports."""
+    return f"dither, seed {seed}" if rounding == "dither" else rounding
+
+
 def check_rounding(rounding: str, seed: int) -> None:
     """Raises ValueError for what is neither mode, and for a seed that is no whole number."""
     if rounding not in ("nearest", "dither"):

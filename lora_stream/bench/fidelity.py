@@ -11,6 +11,7 @@ the slope. *captured* is of the weights, see ../fidelity.py.
 import contextlib
 import copy
 import inspect
+import json
 import logging
 import re
 import tempfile
@@ -34,6 +35,7 @@ NO_UPDATE, NEAREST, DITHER, TWO_STEP, ADAPTER = (
     "adapter, unmerged",
 )
 WAYS = (NO_UPDATE, NEAREST, DITHER, TWO_STEP, ADAPTER)
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes as the largest of its adapters
 TOP = 20  # tokens of each position that an engine tells the logprobs of
 
 Progress = Callable[[str], None]
@@ -64,6 +66,14 @@ class Case:
         if self.size is not None:
             return f"one sign step of {self.size:g}, {of}"
         return f"{self.steps} AdamW steps, lr {self.learning_rate:g}, {of}"
+
+    @property
+    def largest_rank(self) -> int:
+        """Of its layers. Raises OSError or ValueError for a directory that holds no adapter."""
+        if self.directory is None:
+            return self.r
+        config = json.loads((self.directory / "adapter_config.json").read_text())
+        return max(config["r"], *(config.get("rank_pattern") or {}).values(), 1)
 
     @staticmethod
     def parse(text: str) -> "Case":
@@ -111,7 +121,7 @@ def bench(
     model.eval().requires_grad_(False)
     train, measured = _tokens(tokenizer, texts, num_tokens)
     groups = []
-    rollout = Engine(model, num_tokens) if engine else None
+    rollout = Engine(model, num_tokens, max(case.largest_rank for case in cases)) if engine else None
     try:
         for case in cases:
             progress(case.name)
@@ -181,16 +191,16 @@ def _sign_step(adapted: nn.Module, size: float) -> None:
 def _relative_size(adapted: nn.Module) -> float:
     """Norm of all deltas over that of their weights."""
     delta_sq = base_sq = 0.0
-    for name, merged, base in _merged_and_base(adapted, torch.float32):
+    for name, merged, base in _merged_and_base(adapted):
         del name
         delta_sq += (merged.double() - base).square().sum().item()
         base_sq += base.square().sum().item()
     return (delta_sq / base_sq) ** 0.5
 
 
-def _merged_and_base(adapted: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Name, merged weight and base, float64, of all that an adapter changes."""
-    weights = MergedWeights(adapted, wire_dtype=dtype, scope="trained")
+def _merged_and_base(adapted: nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Name, merged weight in float32 and base in float64 of all that an adapter changes."""
+    weights = MergedWeights(adapted, wire_dtype=torch.float32, scope="trained")
     base = {task.meta.name: task.base for task in weights.plan.tasks if task.adapters and task.view is None}
     for name, tensor in weights:
         if name in base:
@@ -259,7 +269,7 @@ def _load(rollout: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
 class Engine:
     """A live vLLM in this process that serves adapters too."""
 
-    def __init__(self, model: nn.Module, num_tokens: int) -> None:
+    def __init__(self, model: nn.Module, num_tokens: int, largest_rank: int) -> None:
         import os
 
         for name, value in {
@@ -284,7 +294,7 @@ class Engine:
             max_num_seqs=8,
             gpu_memory_utilization=0.3,
             enable_lora=True,
-            max_lora_rank=64,
+            max_lora_rank=next((rank for rank in RANKS if rank >= largest_rank), RANKS[-1]),
             disable_log_stats=True,
             weight_transfer_config={"backend": "lora_stream"},
         )
@@ -353,7 +363,7 @@ def _of_weights(way: str, model: nn.Module, adapted: nn.Module) -> dict[str, flo
     weights = _weights(way, model, adapted)
     projected = delta_sq = 0.0
     moved = changed = 0
-    for name, merged, base in _merged_and_base(adapted, torch.float32):
+    for name, merged, base in _merged_and_base(adapted):
         delta = merged.double() - base
         out = weights[name].double()
         projected += ((out - base) * delta).sum().item()

@@ -7,7 +7,7 @@ from torch import nn
 from lora_stream.fidelity import Fidelity, Rounding
 from lora_stream.plan import Plan
 from lora_stream.report import format_bytes
-from lora_stream.rounding import RoundingMode
+from lora_stream.rounding import RoundingMode, described
 
 
 @dataclass(kw_only=True)
@@ -89,7 +89,7 @@ class CheckpointReport:
                 ("merged", f"{self.merged} tensors"),
                 ("copied", f"{self.copied} tensors"),
                 ("weights", f"{format_bytes(self.num_bytes)} in {self.dtype}"),
-                ("rounding", f"dither, seed {self.seed}" if self.rounding == "dither" else self.rounding),
+                ("rounding", described(self.rounding, self.seed)),
                 *(self.fidelity.rows() if self.changed else ()),
             ]
         if self.left_out:

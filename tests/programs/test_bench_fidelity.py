@@ -111,6 +111,13 @@ def test_a_training_that_is_none_is_refused(text):
         Case.parse(text)
 
 
+def test_the_engine_is_started_for_the_largest_rank_of_an_adapters_layers(tmp_path):
+    config = {"r": 8, "rank_pattern": {"q_proj": 96}}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    assert Case(directory=tmp_path).largest_rank == 96
+    assert Case(r=32, size=1e-4).largest_rank == 32
+
+
 def test_a_text_that_is_too_short_is_refused_with_what_is_needed(directory):
     command = [sys.executable, "-c", "from lora_stream.cli import main; main()", "bench", "fidelity"]
     command += ["--model", directory, "--tokens", "500", "--text", f"one={directory / '1.txt'}"]

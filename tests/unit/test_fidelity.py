@@ -183,7 +183,8 @@ def test_what_was_not_measured_and_what_has_no_delta_is_said_so():
     fill(fresh, std=0.0)
     report = lora_stream.sync(fresh, Recorder())
     assert report.fidelity.captured is None
-    assert "there is none" in report.fidelity.text
+    assert report.fidelity.text == "there is no update"
+    assert "update captured: there is no update" in report.line()
 
 
 def test_on_the_host_it_is_always_measured():
