@@ -40,7 +40,7 @@ struct MergeArgs {
 struct MergeStats {
   int64_t changed = 0;    // elements with delta != 0
   int64_t unmoved = 0;    // of those, elements with out == nearest(base): the update that was lost
-  double kept_sq = 0;     // sum of (out - nearest(base))^2
+  double kept_sq = 0;     // sum of (out - nearest(base))^2; NaN where, and only where, an element of out is not finite
   double delta_sq = 0;    // sum of delta^2
   double projected = 0;   // sum of (out - base) * delta: delta_sq where all of the update has arrived
   uint32_t checksum = 0;  // of out's values; a sum, so that no order of rows or threads shows in it

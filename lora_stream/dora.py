@@ -98,7 +98,7 @@ def scale_cast_reference(
         [
             is_changed.sum().double(),
             (is_changed & (rounded == rounded_base)).sum().double(),
-            (rounded - rounded_base).double().square_().sum(),
+            (rounded - rounded_base).double().square_().sum() + (rounded * 0.0).sum(),  # NaN if that is not finite
             delta.double().square_().sum(),
             ((rounded - base.float()).double() * delta).sum(),
             rounded.contiguous().view(torch.int32).long().bitwise_and_(2**32 - 1).sum().remainder_(2**32).double(),

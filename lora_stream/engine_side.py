@@ -7,15 +7,16 @@ Without sharding there is one rank, and it tells nobody.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from lora_stream.engine_state import EngineState, Policy, state_elsewhere, state_of
+from lora_stream.engine_state import EngineState, Policy, known_elsewhere, state_elsewhere, state_of
 from lora_stream.engines import Engine, by_url, engine_of
 from lora_stream.fidelity import Rounding
+from lora_stream.held import Held
 from lora_stream.merged_weights import Stream
 from lora_stream.merging import Arithmetic
 from lora_stream.peft import read_model
@@ -60,8 +61,12 @@ class Wish:
     token: str | None = None  # of the engine; None: the rank has none
     url: str | None = None
     full: bool = False
+    is_synced: bool = False
     wire_dtype: torch.dtype | None = None
     fused_modules: Sequence[Sequence[str]] = ()
+    # By token of all engines that the rank knows: FQNs of what they may not hold, and of what was written since they got it,
+    # by this rank's part of it.
+    stale: Mapping[str, tuple[Collection[str], Collection[str]]] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
@@ -89,12 +94,16 @@ class Side:
         in_place: bool,
         untie: bool,
         rename: Callable[[str], str] | None,
+        has_loading: bool,
     ) -> None:
+        """has_loading: see Held."""
         self._model, self._adapter_name, self._untie = model, adapter_name, untie
+        self._has_loading = has_loading
         self._wire_dtype, self._in_place, self._rename = wire_dtype, in_place, rename
         self.target: Engine | None = None
         self.state = EngineState()  # of this rank's engine; without one, of the first of the others'
         self._states: dict[str, EngineState] = {}  # of all engines, by token
+        self._written: dict[str, set[str]] = {}  # by their tokens: FQNs of what may have been written since they got it
 
     def prepare(
         self, engine: object | None, *, full: bool, base_loaded: bool, deadline_s: float, staging_bytes: int
@@ -102,8 +111,8 @@ class Side:
         """Look at the model and the engine. Raises ValueError for what cannot be synced."""
         self._records = read_model(self._model, adapter_name=self._adapter_name, untie=self._untie)
         if engine is None:
-            self._plan("all", self._wire_dtype, ())  # so that it refuses before the others go on
-            return Wish()
+            everything = self._plan("all", self._wire_dtype, ())  # so that it refuses before the others go on
+            return Wish(stale=_stale(everything, known_elsewhere(self._model)))
         url = engine.rstrip("/") if isinstance(engine, str) else None
         engine = by_url(engine)
         target = engine_of(engine, in_place=self._in_place, deadline_s=deadline_s, staging_bytes=staging_bytes)
@@ -116,15 +125,15 @@ class Side:
         if target.is_mixture or (not state.synced and not target.is_pristine):
             state.needs_full = True  # what another sender left in it
         self.target, self.state = target, state
-        trained = self._plan("trained", target.wire_dtype, target.fused_modules)
-        # Another adapter may have other targets: the old ones' weights must go back then, by a full sync.
-        knows = (state.synced or base_loaded) and state.covered_by(trained)
+        everything = self._plan("all", target.wire_dtype, target.fused_modules)
         return Wish(
             token=state.token,
             url=url,
-            full=full or state.needs_full or not knows,
+            full=full or state.needs_full or not (state.synced or base_loaded),
+            is_synced=state.synced,
             wire_dtype=target.wire_dtype,
             fused_modules=[list(group) for group in target.fused_modules],
+            stale=_stale(everything, [state, *known_elsewhere(self._model)]),
         )
 
     def plans(self, wishes: Mapping[int, Wish]) -> tuple[Plan, Plan]:
@@ -150,16 +159,31 @@ class Side:
             raise ValueError(f"the engines of this trainer want different dtypes: {dtypes}; pass wire_dtype")
         wire_dtype = next(iter(dtypes), None)
         fused_modules = [group for wish in engines for group in wish.fused_modules]
-        everything = self._plan("all", wire_dtype, fused_modules)
-        if any(wish.full for wish in engines):
+        everything = self._everything = self._plan("all", wire_dtype, fused_modules)
+        stale: set[str] = set()
+        is_known = True
+        for wish in engines:
+            told = [each.stale[wish.token] for each in wishes.values() if wish.token in each.stale]
+            # A rank whose part of the model is new cannot tell what the engine holds of it.
+            is_known = is_known and (len(told) == len(wishes) or not wish.is_synced)
+            stale.update(*(names for names, _ in told))
+            self._written[wish.token] = set().union(*(names for _, names in told))
+        if any(wish.full for wish in engines) or not is_known:
             return everything, everything
-        return everything, self._plan("trained", wire_dtype, fused_modules)
+        return everything, self._plan("trained", wire_dtype, fused_modules, stale)
 
-    def _plan(self, scope: Scope, wire_dtype: torch.dtype | None, fused_modules: Sequence[Sequence[str]]) -> Plan:
+    def _plan(
+        self,
+        scope: Scope,
+        wire_dtype: torch.dtype | None,
+        fused_modules: Sequence[Sequence[str]],
+        also: Collection[str] = (),
+    ) -> Plan:
         return build_plan(
             self._records,
             wire_dtype=self._wire_dtype or wire_dtype or torch.bfloat16,
             scope=scope,
+            also=also,
             fused_modules=None if self._in_place else (*FUSED_MODULES, *fused_modules),
             rename=self._rename,
         )
@@ -218,7 +242,8 @@ class Side:
             names = {meta.name for meta in sent}
             units = {task.unit for task in plan.tasks if task.meta.name in names}
             old = [task for task in plan.tasks if task.unit in units]
-            if knows and None not in map(self.state.old_task, old):
+            written = self._written[self.state.token]
+            if knows and None not in [self.state.old_task(task, written) for task in old]:
                 outcome.to_restore = [task.meta.name for task in old]
         return outcome
 
@@ -244,7 +269,8 @@ class Side:
         if outcome.to_restore:
             state = self._states[outcome.token]
             names = set(outcome.to_restore)
-            old = [state.old_task(task) for task in plan.tasks if task.meta.name in names]
+            written = self._written[outcome.token]
+            old = [state.old_task(task, written) for task in plan.tasks if task.meta.name in names]
             assert None not in old, "a state is the same on all ranks"
             restoring = stream_of(Plan(tasks=tuple(old), scope=plan.scope, account={}), is_own, state.arithmetic)
             try:
@@ -270,10 +296,21 @@ class Side:
 
     def remember(self, outcomes: Mapping[int, Outcome], plan: Plan, version: str, arithmetic: Arithmetic) -> None:
         """What each engine holds now that its update went well."""
-        policy = None
+        policy = held = None
         for outcome in outcomes.values():
             if outcome.token is not None and outcome.error is None:
-                policy = Policy.of(plan) if policy is None else policy  # one copy for all of them
+                if policy is None:  # one copy for all of them
+                    policy, held = Policy.of(plan), Held(self._everything, has_loading=self._has_loading)
                 is_own = self.target is not None and outcome.token == self.state.token
                 fingerprint = self.target.fingerprint() if is_own else None
-                self._states[outcome.token].remember(policy, outcome.rounding, version, fingerprint, arithmetic)
+                self._states[outcome.token].remember(policy, held, outcome.rounding, version, fingerprint, arithmetic)
+
+
+def _stale(everything: Plan, states: Sequence[EngineState]) -> dict[str, tuple[set[str], set[str]]]:
+    """For a Wish. Of engines that got the model at once one answer serves all."""
+    answers: dict[int, tuple[set[str], set[str]]] = {}
+    for state in states:
+        if state.held is not None and id(state.held) not in answers:
+            written = state.held.written(everything)
+            answers[id(state.held)] = state.held.stale(everything, written), written
+    return {state.token: answers[id(state.held)] for state in states if state.held is not None}

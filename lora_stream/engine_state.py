@@ -2,7 +2,7 @@
 
 import uuid
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 
 from lora_stream import fsdp1, shards
 from lora_stream.fidelity import Rounding
+from lora_stream.held import Held
 from lora_stream.merging import NEAREST, Arithmetic
 from lora_stream.plan import Adapter, Plan, Rows, Task
 
@@ -42,9 +43,6 @@ class Policy:
                 policy.copies[task.fqn] = _sent_base(task).clone()
         return policy
 
-    def fqns(self) -> set[str]:
-        return {*self.adapters, *self.rows, *self.copies}
-
 
 def by_fqn(plan: Plan) -> dict[str, Task]:
     """One task of each live tensor: what adapts it is the same for all its parts."""
@@ -69,6 +67,7 @@ class EngineState:
     weight_version: str | None = None
     fingerprint: object = None  # of the engine after its last sync
     policy: Policy = field(default_factory=Policy)
+    held: Held | None = None  # None: nothing of this model yet
     arithmetic: Arithmetic = NEAREST  # that the policy was merged by
     checksums: dict[str, int] = field(default_factory=dict)
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -78,14 +77,12 @@ class EngineState:
         self.model = weakref.ref(model)
         self.needs_full = self.needs_full or self.synced
         self.synced, self.weight_version = False, None
-        self.policy, self.checksums = Policy(), {}
-
-    def covered_by(self, plan: Plan) -> bool:
-        return self.policy.fqns() <= {task.fqn for task in plan.tasks}
+        self.policy, self.held, self.checksums = Policy(), None, {}
 
     def remember(
         self,
         policy: Policy,
+        held: Held,
         rounding: Mapping[str, Rounding],
         weight_version: str | None,
         fingerprint: object,
@@ -94,7 +91,7 @@ class EngineState:
         """The engine now holds this."""
         self.synced, self.needs_full = True, False
         self.weight_version, self.fingerprint = weight_version, fingerprint
-        self.policy, self.arithmetic = policy, arithmetic
+        self.policy, self.held, self.arithmetic = policy, held, arithmetic
         self.checksums = {name: found.checksum for name, found in rounding.items()}
 
     def moved_adapters(self, plan: Plan, rounding: Mapping[str, Rounding]) -> list[str]:
@@ -127,13 +124,16 @@ class EngineState:
             return self.checksums[name] == rounding.checksum
         return rounding.unmoved == rounding.changed
 
-    def old_task(self, task: Task) -> Task | None:
-        """The task that sends what the engine held before; None where that is not known."""
+    def old_task(self, task: Task, written: Collection[str]) -> Task | None:
+        """The task that sends what the engine held before; None where that is not known.
+
+        written: FQNs of what may have been written since; of an engine that was never synced nothing has, but what trains."""
         policy = self.policy
         if not policy.is_known:
             return None
-        if task.trained and task.fqn not in policy.fqns():
-            return None  # never sent before: only the engine's own checkpoint has it
+        is_written = task.fqn in written or _base_moves(task) or (self.held is None and task.trained)
+        if is_written and task.fqn not in policy.copies:
+            return None  # only the engine's own checkpoint has it
         return replace(
             task,
             base=policy.copies.get(task.fqn, task.base),
@@ -186,6 +186,11 @@ def state_of(engine: object) -> EngineState:
         return _states.setdefault(engine, EngineState())
     except TypeError:  # not hashable or not weakly referable: cannot be known again, so each sync is its first
         return EngineState()
+
+
+def known_elsewhere(model: nn.Module) -> list[EngineState]:
+    """Of the engines on other ranks that this rank's part of the model was sent to."""
+    return list(_elsewhere.get(model, {}).values())
 
 
 def state_elsewhere(model: nn.Module, token: str) -> EngineState:

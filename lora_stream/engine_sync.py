@@ -90,7 +90,15 @@ def sync(
     """
     begin = time.perf_counter()
     arithmetic = Arithmetic(precision=precision, rounding=rounding, seed=seed, fidelity=fidelity)
-    side = Side(model, adapter_name=adapter_name, wire_dtype=wire_dtype, in_place=in_place, untie=untie, rename=rename)
+    side = Side(
+        model,
+        adapter_name=adapter_name,
+        wire_dtype=wire_dtype,
+        in_place=in_place,
+        untie=untie,
+        rename=rename,
+        has_loading=onload is not None or offload is not None,
+    )
     prepare = partial(
         side.prepare, engine, full=full, base_loaded=base_loaded, deadline_s=deadline_s, staging_bytes=staging_bytes
     )

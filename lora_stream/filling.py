@@ -86,8 +86,8 @@ class Filling:
         self._scales = {} if scales is None else scales
         self._check_finite = check_finite
         self._arithmetic = arithmetic
-        # What was merged here, whether from its first element on, and its statistics. Not the parts, which hold `out`.
-        self._merges: list[tuple[list[tuple[Task, bool]], torch.Tensor]] = []
+        # What was made here, whether from its first element on, and its statistics. Not the parts, which hold `out`.
+        self._made: list[tuple[list[tuple[Task, bool]], torch.Tensor]] = []
         self._reports: list[tuple[Report, torch.Tensor]] = []  # of buckets that were gathered, as they come to the host
         self._gathered: set[str] = set()  # checkpoint names of tensors from those buckets whose first part is here
         self._queues: dict[torch.device, torch.Stream] = {}
@@ -118,23 +118,25 @@ class Filling:
 
     def wait(self) -> list[tuple[str, Rounding, bool]]:
         """Until the batch is full. Returns for each merged part the tensor's name, what rounding did, and whether it is
-        the tensor's first part; for a gathered tensor all of it comes with the first. Raises ValueError where a delta is not
-        finite, RankError where another rank could not send its part."""
+        the tensor's first part; for a gathered tensor all of it comes with the first. Raises ValueError where what was made is
+        not finite, RankError where another rank could not send its part."""
         self.settle()
-        found = []
-        for merged, statistics in self._merges:
-            for (task, is_first), row in zip(merged, statistics.tolist(), strict=True):
-                found.append((task.meta.name, self._rounding(task, row), is_first))
+        made = []
+        for parts, statistics in self._made:
+            made += [(*part, row) for part, row in zip(parts, statistics.tolist(), strict=True)]
         for report, headers in self._reports:
             rows = report.read(headers)
-            for task in report.merged:
-                if task.meta.name in self._gathered:
-                    found.append((task.meta.name, self._rounding(task, rows[task.meta.name]), True))
+            made += [(task, True, rows[task.meta.name]) for task in report.tasks if task.meta.name in self._gathered]
+        found = []
+        for task, is_first, row in made:
+            rounding = self._rounding(task, row)
+            if task.adapters:
+                found.append((task.meta.name, rounding, is_first))
         return found
 
     def _rounding(self, task: Task, row: Sequence[float]) -> Rounding:
         changed, unmoved, kept_sq, delta_sq, projected, checksum = row
-        if self._check_finite and not math.isfinite(delta_sq):
+        if self._check_finite and math.isnan(kept_sq):
             raise not_finite(task)
         return Rounding(
             changed=int(changed),
@@ -174,59 +176,48 @@ class Filling:
         self._devices.add(device)
         queue = queue_of(device)
         far: list[tuple[torch.Tensor, torch.Tensor]] = []  # made on the device, to be copied to where they go
-        for part in parts:
-            if not part.task.adapters:
-                self._make_copy(part)
-                self._traffic.made_on[device.type] += part.out.nbytes
-        merges = [part for part in parts if part.task.adapters]
-        if merges:
-            merged = [(part.task, part.begin == 0) for part in merges]
-            self._merges.append((merged, self._merge(merges, device, far)))
+        made = [(part.task, part.begin == 0) for part in parts]
+        self._made.append((made, self._make(parts, device, far)))
         if far:
             self._copy(far, queue)
 
-    def _make_copy(self, part: Part) -> None:
-        base = shards.local(part.task.base, part.task.view)
-        source = base if part.is_all else _elements(base, part.begin, part.end).view(part.out.shape)
-        if not part.task.rows:
-            self._copy_one(source, part.out)
-            return
-        made = part.out if _is_near(part.out, source.device) else torch.empty_like(part.out, device=source.device)
-        made.copy_(source)
-        replace_rows(
-            part.task,
-            made,
-            lambda rows: shards.local(rows.values),
-            0,
-            _rows(part),
-            check_finite=self._check_finite,
-            traffic=self._traffic,
-        )
-        if made is not part.out:
-            self._copy_one(made, part.out)
-
-    def _merge(
+    def _make(
         self, parts: Sequence[Part], device: torch.device, far: list[tuple[torch.Tensor, torch.Tensor]]
     ) -> torch.Tensor:
-        """All merges in one call of the grouped kernel. Returns their statistics, on the host when the device has got
-        there."""
+        """All merges and copies in one call of the grouped kernel. Returns their statistics, on the host when the device has
+        got there."""
         merges = []
         for part in parts:
-            rows = _rows(part)
-            base = self._traffic.to(shards.local(part.task.base, part.task.view)[rows], device)
             out = part.out
-            if not (_is_near(out, device) or (writes_to_host() and _is_pinned(out))):
+            stores = writes_to_host() and not part.task.rows and _is_pinned(out)
+            if not (_is_near(out, device) or stores):
                 out = torch.empty_like(part.out, device=device)
                 far.append((out, part.out))
                 self._traffic.cross(out, part.out.device)
-            pairs = [
-                pair_of(part.task, adapter, shards.local(adapter.lora_A), shards.local(adapter.lora_B), 0, rows)
-                for adapter in part.task.adapters
-            ]
-            places = self._arithmetic.places(part.task, out, 0, rows.start or 0)
-            merges.append(Merge(base, pairs, out, places, self._scale(part, base, pairs[0])))
+            merges.append(self._merge(part, out, device) if part.task.adapters else self._copy_of(part, out, device))
         statistics = merge(merges, arithmetic=self._arithmetic, traffic=self._traffic)
         return statistics if queue_of(device) is None else _bring_to_host(statistics)
+
+    def _merge(self, part: Part, out: torch.Tensor, device: torch.device) -> Merge:
+        rows = _rows(part)
+        base = self._traffic.to(shards.local(part.task.base, part.task.view)[rows], device)
+        pairs = [
+            pair_of(part.task, adapter, shards.local(adapter.lora_A), shards.local(adapter.lora_B), 0, rows)
+            for adapter in part.task.adapters
+        ]
+        places = self._arithmetic.places(part.task, out, 0, rows.start or 0)
+        return Merge(base, pairs, out, places, self._scale(part, base, pairs[0]))
+
+    def _copy_of(self, part: Part, out: torch.Tensor, device: torch.device) -> Merge:
+        base = shards.local(part.task.base, part.task.view)
+        source = base if part.is_all else _elements(base, part.begin, part.end).view(part.out.shape)
+        source = self._traffic.to(source, device)
+        if part.task.rows:
+            out.copy_(source)
+            values = lambda rows: shards.local(rows.values)  # noqa: E731
+            replace_rows(part.task, out, values, own=_rows(part), traffic=self._traffic)
+            source = out  # for its statistics
+        return Merge(source, [], out)
 
     def _scale(self, part: Part, base: torch.Tensor, pair: Pair) -> torch.Tensor | None:
         """base, pair: of the part's rows."""
@@ -316,7 +307,7 @@ def _workplace(part: Part) -> torch.device:
     if that is less to move than the tensor."""
     base, out = part.task.base, part.out
     is_shorter = base.dtype.itemsize < out.dtype.itemsize
-    return out.device if part.task.adapters and base.device.type == "cpu" and is_shorter else base.device
+    return out.device if base.device.type == "cpu" and is_shorter else base.device
 
 
 def _rows(part: Part) -> slice:

@@ -37,12 +37,15 @@ class _Flattened(torch.Tensor):
     handle: object  # of the flat parameter
     stepped: torch.Tensor  # what the optimizer writes to
     home: tuple[nn.Module, str]  # where it can be read while its unit is open
+    index: int  # among the flat parameter's
 
     @staticmethod
-    def of(shape: torch.Size, handle, unit: Unit, home: tuple[nn.Module, str], stepped: torch.Tensor) -> "_Flattened":
+    def of(
+        shape: torch.Size, handle, unit: Unit, home: tuple[nn.Module, str], stepped: torch.Tensor, index: int
+    ) -> "_Flattened":
         empty = torch.empty((), dtype=handle._orig_param_dtype, device=handle.flat_param.device).expand(shape)
         self = torch.Tensor._make_subclass(_Flattened, empty, stepped.requires_grad)
-        self.unit, self.handle, self.home, self.stepped = unit, handle, home, stepped
+        self.unit, self.handle, self.home, self.stepped, self.index = unit, handle, home, stepped, index
         return self
 
 
@@ -70,8 +73,9 @@ class Parameters:
         flat = handle.flat_param
         stepped = [flat] * len(flat._shapes) if flat._params is None else flat._params
         found = {}
-        for (name, module, _), shape, each in zip(flat._param_infos, flat._shapes, stepped, strict=True):
-            found[id(module), name] = tensor = _Flattened.of(shape, handle, unit, (module, name), each)
+        parameters = zip(flat._param_infos, flat._shapes, stepped, strict=True)
+        for index, ((name, module, _), shape, each) in enumerate(parameters):
+            found[id(module), name] = tensor = _Flattened.of(shape, handle, unit, (module, name), each, index)
             self._flattened.setdefault(id(module), {})[name] = tensor
         for name, module, _, first_name, first_module, _ in flat._shared_param_infos:
             self._flattened.setdefault(id(module), {})[name] = found[id(first_module), first_name]
@@ -93,6 +97,18 @@ def storage_of(tensor: torch.Tensor) -> torch.Tensor:
 def stepped(tensor: torch.Tensor) -> torch.Tensor:
     """What the optimizer writes to, for a flattened parameter; any other tensor itself."""
     return tensor.stepped if isinstance(tensor, _Flattened) else tensor
+
+
+def own_part(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What this rank holds of a flattened parameter, flat; None where that is not known. No communication."""
+    flat = tensor.handle.flat_param  # type: ignore[attr-defined]
+    shard, infos = getattr(flat, "_local_shard", None), getattr(flat, "_shard_param_infos", None)
+    if shard is None or infos is None:
+        return None
+    info = infos[tensor.index]  # type: ignore[attr-defined]
+    if not info.in_shard:
+        return shard.detach()[:0]
+    return shard.detach()[info.offset_in_shard : info.offset_in_shard + info.numel_in_shard]
 
 
 def units_of(task: Task) -> list[Unit]:

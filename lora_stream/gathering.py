@@ -38,22 +38,21 @@ class Report:
     """What came with tensors that were merged elsewhere or before: whether that went well, and what rounding did."""
 
     def __init__(self, tasks: Sequence[Task], headers: torch.Tensor, ranks: Sequence[int]) -> None:
-        """headers: [len(ranks), 1 + NUM_STATS * merged tasks] float64: not 0 where that rank failed, then its statistics."""
-        self.merged = [task for task in tasks if task.adapters]
-        self.headers = headers
-        self._tasks, self._ranks = tasks, ranks
+        """headers: [len(ranks), 1 + NUM_STATS * len(tasks)] float64: not 0 where that rank failed, then its statistics."""
+        self.tasks, self.headers = tasks, headers
+        self._ranks = ranks
 
     def read(self, headers: torch.Tensor) -> dict[str, list[float]]:
         """Statistics by checkpoint name, from the headers as they are on the host. Raises RankError for a rank that failed."""
         for rank, header in zip(self._ranks, headers, strict=True):
             if header[0] != 0:
                 raise shards.RankError(
-                    f"rank {rank} failed before it could send its part of {self._tasks[0].fqn}"
-                    f"{f' to {self._tasks[-1].fqn}' if len(self._tasks) > 1 else ''}; its own error says why"
+                    f"rank {rank} failed before it could send its part of {self.tasks[0].fqn}"
+                    f"{f' to {self.tasks[-1].fqn}' if len(self.tasks) > 1 else ''}; its own error says why"
                 )
         sums = headers[:, 1:].view(len(headers), -1, ops.NUM_STATS).sum(0)
         sums[:, -1].remainder_(2.0**32)  # the checksum, see ops; whole numbers below 2**53, so this is exact
-        return {task.meta.name: row for task, row in zip(self.merged, sums.tolist(), strict=True)}
+        return {task.meta.name: row for task, row in zip(self.tasks, sums.tolist(), strict=True)}
 
 
 class Arrived:
@@ -145,7 +144,7 @@ class _Group:
 
 
 def _header_length(tasks: Sequence[Task]) -> int:
-    return 1 + ops.NUM_STATS * sum(bool(task.adapters) for task in tasks)
+    return 1 + ops.NUM_STATS * len(tasks)
 
 
 def _aligned(num_bytes: int) -> int:
@@ -167,7 +166,6 @@ class Gathering:
         receivers: Collection[int],
         receives: bool,
         arithmetic: Arithmetic,
-        check_finite: bool,
         traffic: Traffic,
         loaded: Callable[[Sequence[torch.Tensor]], contextlib.AbstractContextManager],
     ) -> None:
@@ -181,7 +179,6 @@ class Gathering:
         self._bucket_of = {task.meta.name: i for i, bucket in enumerate(self._buckets) for task in bucket}
         self._receivers, self._receives = receivers, receives
         self._arithmetic = arithmetic
-        self._check_finite = check_finite
         self._traffic = traffic
         self._loaded = loaded
         self._kept: dict[tuple, torch.Tensor] = {}
@@ -325,35 +322,23 @@ class Gathering:
 
     def _merge_own(self, group: _Group, whole: dict[int, torch.Tensor], sends: torch.Tensor) -> None:
         index = group.process_group.rank()
-        merges, outs = [], []
+        merges = []
         for i, (task, box) in enumerate(zip(group.tasks, group.boxes, strict=True)):
             base = self._traffic.to(shards.local(task.base, task.view), sends.device)
-            out = group.part(sends, i, index)
-            outs.append(out)
-            if task.adapters:
-                merges.append(self._merge_of(task, base, out, whole, box))
-            else:
-                out.copy_(base)
-                self._traffic.made_on[sends.device.type] += out.nbytes
-        if merges:
-            statistics = merge(merges, arithmetic=self._arithmetic, traffic=self._traffic)
-            group.header(sends)[1:].copy_(statistics.view(-1))
-        for task, box, out in zip(group.tasks, group.boxes, outs, strict=True):
-            self._replace_rows(task, out, whole, box.dim, box.own)
-
-    def _replace_rows(self, task: Task, out: torch.Tensor, whole: dict[int, torch.Tensor], *part: object) -> None:
-        replace_rows(
-            task,
-            out,
-            lambda rows: whole[id(rows.values)],
-            *part,
-            check_finite=self._check_finite,
-            traffic=self._traffic,
-        )
+            merges.append(self._merge_of(task, base, group.part(sends, i, index), whole, box))
+        statistics = merge(merges, arithmetic=self._arithmetic, traffic=self._traffic)
+        group.header(sends)[1:].copy_(statistics.view(-1))
 
     def _merge_of(
         self, task: Task, base: torch.Tensor, out: torch.Tensor, whole: dict[int, torch.Tensor], box: Box | None
     ) -> Merge:
+        if task.rows:
+            out.copy_(base)
+            own = () if box is None else (box.dim, box.own)
+            replace_rows(task, out, lambda rows: whole[id(rows.values)], *own, traffic=self._traffic)
+            base = out
+        if not task.adapters:
+            return Merge(base, [], out)
         pairs = [_pair(task, adapter, whole, box) for adapter in task.adapters]
         adapter = task.adapters[0]
         places = self._arithmetic.places(task, out, *(() if box is None else (box.dim, box.own.start)))
@@ -382,22 +367,14 @@ class Gathering:
     def _merge_whole(
         self, tasks: Sequence[Task], bases: Sequence[torch.Tensor], whole: dict[int, torch.Tensor], arrived: Arrived
     ) -> None:
-        merges, merged = [], []
+        merges = []
         for task, base in zip(tasks, bases, strict=True):
             out = torch.empty(task.meta.shape, dtype=task.meta.dtype, device=base.device)
-            if task.adapters:
-                merges.append(self._merge_of(task, base, out, whole, None))
-                merged.append(task)
-            else:
-                out.copy_(base)
-                self._traffic.made_on[out.device.type] += out.nbytes
+            merges.append(self._merge_of(task, base, out, whole, None))
             arrived.add_whole(task, out)
-        if merges:
-            statistics = merge(merges, arithmetic=self._arithmetic, traffic=self._traffic)
-            header = torch.cat([statistics.new_zeros(1), statistics.view(-1)])
-            arrived.reports.append(Report(merged, header[None], [0]))
-        for task in tasks:
-            self._replace_rows(task, arrived.whole(task), whole)
+        statistics = merge(merges, arithmetic=self._arithmetic, traffic=self._traffic)
+        header = torch.cat([statistics.new_zeros(1), statistics.view(-1)])
+        arrived.reports.append(Report(tasks, header[None], [0]))
 
     def _attempt(self, work: Callable[[], object]) -> None:
         """What concerns this rank alone: its failure must not keep it from the others."""

@@ -120,7 +120,7 @@ class MergedWeights:
     untie: yield both of two tensors that are tied in the model's checkpoints (embedding and head), for an engine that was
         started untied; without it one of them, and a tie that adapters have broken is refused.
     rename: of checkpoint names, for a consumer that has its own.
-    check_finite: raise for a delta that is NaN or infinite, before a tensor of its batch is yielded.
+    check_finite: raise for a tensor with a NaN or an infinity, merged or copied, before a tensor of its batch is yielded.
     fused_modules: names of modules that the engine stacks into one, see plan.py.
     gather: of a sharded model: "all" yields every tensor on every rank; "sender" on those that send them on, the others
         take part, get nothing and never hold a whole tensor.
@@ -390,9 +390,7 @@ def _generate(
     try:
         yield  # type: ignore[misc]  # Stream.__init__ stops here
         with uninterrupted():  # an interrupt after they agreed would leave the others in the first gather
-            gathering, tells = _agree(
-                plan, ranks, receives, bucket_bytes, arithmetic, check_finite, stats.traffic, loading
-            )
+            gathering, tells = _agree(plan, ranks, receives, bucket_bytes, arithmetic, stats.traffic, loading)
         yield  # type: ignore[misc]  # Stream.begin stops here
         versions.check()
         if onload is not None:
@@ -466,7 +464,6 @@ def _agree(
     receives: bool,
     bucket_bytes: int,
     arithmetic: Arithmetic,
-    check_finite: bool,
     traffic: Traffic,
     loading: "_Loading",
 ) -> tuple[Gathering | None, bool]:
@@ -489,7 +486,6 @@ def _agree(
         receivers=receivers,
         receives=receives,
         arithmetic=arithmetic,
-        check_finite=check_finite,
         traffic=traffic,
         loaded=loading.bucket,
     )

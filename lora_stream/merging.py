@@ -1,6 +1,7 @@
 """Merges of weights or of parts of them: one call of the grouped kernel for many, where the weights lie."""
 
 import contextlib
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +12,10 @@ import torch
 
 from lora_stream import dora, ops
 from lora_stream.plan import Adapter, Rows, Task, as_matrix
-from lora_stream.rounding import Place, RoundingMode, check_rounding
+from lora_stream.rounding import ORIGIN, Place, RoundingMode, check_rounding
+
+_COPIED_ROW, _SHORT_ROW = 4096, 64  # elements of a row, as a copy takes it
+_KEPT_SQ = 2  # column of the statistics, see ops
 
 # lora_A: [..., r, cols]; lora_B: [..., rows, r]; scaling. Of a weight [..., rows, cols].
 Pair = tuple[torch.Tensor, torch.Tensor, float]
@@ -77,16 +81,16 @@ class Traffic:
 
 
 class Merge(NamedTuple):
-    """out = round(base + sum of the pairs' deltas), or round(scale * (base + delta)). All of one device.
+    """out = round(base + sum of the pairs' deltas), or round(scale * (base + delta)); a copy without pairs. All of one device.
 
     base and out: of one shape; [experts, rows, cols] where the pairs are of experts, otherwise a matrix or taken as one, see
-    plan.Adapter. places: of each matrix, see Arithmetic. scale: float32 [rows, 1] or [1, cols], see dora.py.
+    plan.Adapter; of any shape and dtype without pairs. places: of each matrix, see Arithmetic. scale: float32 [rows, 1] or [1, cols], see dora.py.
     """
 
     base: torch.Tensor
     pairs: Sequence[Pair]
     out: torch.Tensor
-    places: Sequence[Place]
+    places: Sequence[Place] = ()
     scale: torch.Tensor | None = None
 
 
@@ -124,9 +128,10 @@ def scale_of(
 
 
 def not_finite(task: Task) -> ValueError:
+    what = "what its adapter makes of it" if task.adapters or task.rows else "it"
     return ValueError(
-        f"{task.fqn}: what its adapter makes of it is not finite (NaN or infinity in the adapter, or an overflow); the engine "
-        "keeps its weights. Look for a diverged training step, or pass check_finite=False to send it"
+        f"{task.fqn}: {what} is not finite as {task.meta.dtype} (NaN, infinity, or an overflow of that dtype); the engine keeps "
+        "its weights. Look for a diverged training step, or pass check_finite=False to send it"
     )
 
 
@@ -137,17 +142,11 @@ def replace_rows(
     dim: int = 0,
     own: slice = slice(None),
     *,
-    check_finite: bool,
     traffic: Traffic,
 ) -> None:
-    """Write the rows that the task's adapters replace into what was made of [own] of dimension `dim`.
-
-    Raises ValueError for rows that are not finite, with check_finite."""
+    """Write the rows that the task's adapters replace into what was made of [own] of dimension `dim`."""
     for rows in task.rows:
-        values = values_of(rows)
-        if check_finite and not values.isfinite().all():
-            raise not_finite(task)
-        values = traffic.to(values, out.device)
+        values = traffic.to(values_of(rows), out.device)
         indices = torch.tensor(rows.indices, device=out.device)
         if dim == 1:
             values = values[:, own]
@@ -162,14 +161,20 @@ def merge(merges: Sequence[Merge], *, arithmetic: Arithmetic, traffic: Traffic) 
     device = merges[0].base.device
     dithers = arithmetic.rounding == "dither"
     bases, lora_As, lora_Bs, scalings, outs, places, owners = [], [], [], [], [], [], []
-    scaled: dict[int, torch.Tensor] = {}
+    others: dict[int, torch.Tensor] = {}  # statistics of what is no product
     for i, (base, pairs, out, own_places, scale) in enumerate(merges):
+        if not pairs and not ops.casts(base, out):
+            others[i] = _copied(base, out)
+            continue
+        if not pairs:
+            base, out = _as_one_matrix(base, out)
+            pairs, own_places = [_no_delta(base)], [ORIGIN]
         lora_A, lora_B, scaling = _summed(pairs)
         # The base may be offloaded, and the adapter not: the merge is where the base is.
         lora_A, lora_B = traffic.to(lora_A, device), traffic.to(lora_B, device)
         if scale is not None:
             pair = lora_A, lora_B, scaling
-            scaled[i] = dora.merge(
+            others[i] = dora.merge(
                 as_matrix(base), pair, scale, as_matrix(out), arithmetic.precision, own_places[0] if dithers else None
             )
             continue
@@ -205,7 +210,7 @@ def merge(merges: Sequence[Merge], *, arithmetic: Arithmetic, traffic: Traffic) 
         return statistics
     sums = statistics.new_zeros(len(merges), ops.NUM_STATS)
     sums.index_add_(0, torch.tensor(owners, dtype=torch.long, device=device), statistics)
-    for i, row in scaled.items():
+    for i, row in others.items():
         sums[i] = row
     sums[:, -1].remainder_(2.0**32)  # the checksum, see ops; whole numbers below 2**53, so this is exact
     return sums
@@ -223,3 +228,28 @@ def _summed(pairs: Sequence[Pair]) -> Pair:
         [lora_B.float() * factor for (_, lora_B, _), factor in zip(pairs, factors, strict=True)], dim=-1
     )
     return joined_A, joined_B, 1.0 if differ else scaling
+
+
+def _as_one_matrix(base: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a copy, with as many rows as the kernel needs to share them out."""
+    if not base.is_contiguous():
+        return as_matrix(base), as_matrix(out)
+    width = math.gcd(out.numel(), _COPIED_ROW)
+    if width < _SHORT_ROW:
+        width = out.numel()
+    return base.view(-1, width), out.view(-1, width)
+
+
+def _no_delta(matrix: torch.Tensor) -> Pair:
+    """Of rank 0."""
+    num_rows, num_cols = matrix.shape
+    return matrix.new_empty(0, num_cols), matrix.new_empty(num_rows, 0), 1.0
+
+
+def _copied(base: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """A copy of what the kernel does not know. Returns its statistics, of which there is only whether all is finite."""
+    out.copy_(base)
+    statistics = torch.zeros(ops.NUM_STATS, dtype=torch.float64, device=base.device)
+    if out.is_floating_point() or out.is_complex():
+        statistics[_KEPT_SQ].masked_fill_(~out.isfinite().all().to(base.device), math.nan)
+    return statistics

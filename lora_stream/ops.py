@@ -6,7 +6,9 @@ accumulated in float32 and rounded once to the dtype of ``out``, to nearest even
 ``reference.py`` has the slow twins.
 """
 
+import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -15,6 +17,8 @@ from lora_stream import _C as _C  # registers the ops
 from lora_stream.rounding import ORIGIN, Place, RoundingMode, check_rounding
 
 NUM_STATS = 6  # columns of `stats`: changed, unmoved, kept_sq, delta_sq, projected, checksum
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of what the ops read and write
 
 Precision = Literal["float32", "fast"]
 
@@ -75,13 +79,23 @@ def merge_cast_grouped_(
     stats: float64 [len(outs), NUM_STATS] or None; receives for each matrix, with ``delta`` the float32 product and
     ``nearest`` the rounding of a base to out's dtype: the number of elements with delta != 0, how many of those have
     out == nearest(base), sum (out - nearest(base))**2, sum delta**2, sum (out - base) * delta, and a checksum of the values
-    (a sum of float32 bit patterns modulo 2**32). On a CUDA device it lies there too, and is filled in stream order; there
+    (a sum of float32 bit patterns modulo 2**32). sum (out - nearest(base))**2 is NaN where, and only where, a value of out is
+    not finite. Of rank 0 only that and the checksum are counted. On a CUDA device it lies there too, and is filled in stream order; there
     fidelity=False leaves out the last sum but one, which is NaN then.
     """
     numbers = [] if places is None else [number for place in places for number in place]
     torch.ops.lora_stream.merge_cast_grouped_(
         bases, lora_As, lora_Bs, scalings, outs, stats, places=numbers, fidelity=fidelity, fast=is_fast(precision)
     )
+
+
+def casts(base: torch.Tensor, out: torch.Tensor) -> bool:
+    """Whether the ops take them for a merge of rank 0: a rounding, or a copy, with its statistics."""
+    if base.device.type == "cpu":
+        reaches = out.device.type == "cpu"
+    else:
+        reaches = base.is_cuda and bool(_C.cuda_architectures) and (out.device == base.device or out.is_pinned())
+    return reaches and base.dtype in DTYPES and out.dtype in DTYPES
 
 
 def is_fast(precision: str) -> bool:
@@ -119,6 +133,33 @@ def _check_shapes(base: torch.Tensor, lora_A: torch.Tensor, lora_B: torch.Tensor
                 f"merge_cast_: {name} must have shape {shape}, got {tuple(tensor.shape)}"
             ),
         )
+
+
+# -- Every write counts in `_version`: without it autograd would take what is overwritten for what it saved. -------------
+
+
+def _count_writes(op, keys, *args, **kwargs):
+    """The kernel at ADInplaceOrView, which torch skips in inference mode and while it compiles."""
+    names = [argument.name for argument in op._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    for name in _written[op]:
+        written = given.get(name)
+        for tensor in written if isinstance(written, list | tuple) else [written]:
+            if tensor is not None and not tensor.is_inference():  # those count no versions
+                torch.autograd.graph.increment_version(tensor)
+    return op.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *args, **kwargs)
+
+
+# Kept for as long as the ops are registered.
+_counting = torch.library.Library("lora_stream", "IMPL")
+_written = {}
+with warnings.catch_warnings():
+    # torch warns that this overrides what it does otherwise, which is nothing.
+    warnings.filterwarnings("ignore", message="Warning only once for all operators")
+    for _name in ("merge_cast_", "merge_cast_grouped_", "_scale_cast_", "_add_squares_"):
+        _op = getattr(torch.ops.lora_stream, _name).default
+        _written[_op] = [each.name for each in _op._schema.arguments if each.alias_info and each.alias_info.is_write]
+        _counting.impl(_name, partial(_count_writes, _op), "ADInplaceOrView", with_keyset=True)
 
 
 # -- CUDA: the current stream is only known here, and the kernel is particular about how lora_A and lora_B lie. --------
@@ -187,7 +228,6 @@ def laid_out(lora_A: torch.Tensor, lora_B: torch.Tensor) -> tuple[torch.Tensor, 
     return lora_A, lora_B
 
 
-# Kept for as long as the ops are registered.
 _cuda = torch.library.Library("lora_stream", "IMPL", "CUDA")
 _cuda.impl("merge_cast_", _merge_cast_cuda_)
 _cuda.impl("merge_cast_grouped_", _merge_cast_grouped_cuda_)

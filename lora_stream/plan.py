@@ -7,7 +7,7 @@ leaves out is *left*; an adapter tensor that goes into a merge is *consumed*. Ea
 of these fates, or the plan is refused.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
@@ -226,6 +226,7 @@ def build_plan(
     *,
     wire_dtype: torch.dtype | None = torch.bfloat16,
     scope: Scope = "all",
+    also: Collection[str] = (),
     fused_modules: Sequence[Sequence[str]] | None = FUSED_MODULES,
     rename: Callable[[str], str] | None = None,
     planning_only: bool = False,
@@ -235,6 +236,7 @@ def build_plan(
     wire_dtype: dtype of floating-point tensors on the wire; None keeps each as it is. Integer buffers keep theirs, and what
         the model's checkpoints hold in float32 beside this dtype is sent in float32.
     scope: "all", or "trained": merged targets and what else may have changed, with everything that vLLM stacks with it.
+    also: FQNs of what is sent in the trained scope besides, though it does not train now.
     fused_modules: what is stacked; None for a consumer that takes each tensor by itself.
     rename: of checkpoint names, for a consumer that has its own.
     planning_only: accept tensors without values (meta device); such a plan can be read, not streamed.
@@ -257,7 +259,11 @@ def build_plan(
 
     # What travels together, and in which order, goes by the names that all models have in common.
     keys = {record.name: fused_unit(record.name, fused_modules) for record in model.records}
-    touched = {keys[record.name] for record in model.records if record.adapters or record.rows or record.trained}
+    touched = {
+        keys[record.name]
+        for record in model.records
+        if record.adapters or record.rows or record.trained or record.fqn in also
+    }
     by_name: dict[str, Record] = {}
     tasks = []
     account: dict[str, tuple[Fate, str]] = {}

@@ -42,7 +42,7 @@ void scale_segment(const float* merged, const float* scale, const W* base, O* ou
   for (int64_t j = 0; j < width; j += kLanes) {
     for (int64_t l = 0; l < kLanes; ++l) {
       const uint32_t is_changed = delta[j + l] != 0.0f, is_equal = kept[j + l] == 0.0f;
-      sums.kept_sq[l] += kept[j + l] * kept[j + l];
+      sums.kept_sq[l] += kept[j + l] * kept[j + l] + 0.0f * rounded[j + l];  // NaN where that is not finite
       sums.delta_sq[l] += delta[j + l] * delta[j + l];
       sums.projected[l] += moved[j + l] * delta[j + l];
       sums.changed[l] += is_changed;

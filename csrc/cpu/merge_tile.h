@@ -130,7 +130,7 @@ struct GroupStats {
   inline __attribute__((always_inline)) void add(typename V::F base, typename V::F rounded_base, typename V::F delta,
                                                  typename V::F rounded) {
     const auto kept = V::sub(rounded, rounded_base);
-    kept_sq = V::fmadd(kept, kept, kept_sq);
+    kept_sq = V::fmadd(kept, kept, V::fmadd(rounded, V::zero(), kept_sq));  // infinity times zero is a NaN
     delta_sq = V::fmadd(delta, delta, delta_sq);
     projected = V::fmadd(V::sub(rounded, base), delta, projected);
     changed = V::count_nonzero(changed, delta);
@@ -159,8 +159,8 @@ void finish_row(const float* sum, float scaling, const W* base, O* out, int64_t 
     if (kStats) {
       const float delta = scaling * sum[j];
       const float rounded_base = round_to(w, type), kept = x - rounded_base;
-      own_stats->add({delta != 0.0f, delta != 0.0f && x == rounded_base, kept * kept, delta * delta, (x - w) * delta,
-                      float_bits(x)});
+      own_stats->add({delta != 0.0f, delta != 0.0f && x == rounded_base, kept * kept + 0.0f * x, delta * delta,
+                      (x - w) * delta, float_bits(x)});
     }
     store_as(out + j, x);
   };
@@ -210,6 +210,15 @@ void finish_row(const float* sum, float scaling, const W* base, O* out, int64_t 
   for (; j < cols; ++j) finish_one(j);
 }
 
+// Whether out is written past the cache. Such a store must be aligned, in the first row and from row to row.
+template <class V, class O>
+bool streams(const MergeArgs& args) {
+  constexpr int64_t kBytes = sizeof(O);
+  const auto aligned = [](int64_t bytes) { return bytes % (2 * V::kLanes * kBytes) == 0; };
+  return args.rows * args.cols * kBytes >= kStreamBytes && aligned(reinterpret_cast<intptr_t>(args.out)) &&
+         aligned(args.out_stride * kBytes);
+}
+
 template <class V, class W, class O, bool kStats, bool kDither>
 void merge_rows_of(const MergeArgs& args, int64_t row_begin, int64_t row_end, MergeStats* stats) {
   constexpr int64_t kCols = V::kVectors * V::kLanes;
@@ -222,11 +231,7 @@ void merge_rows_of(const MergeArgs& args, int64_t row_begin, int64_t row_end, Me
   const int64_t group_floats = args.rank * V::kRows;
   const AlignedFloats packed = allocate_floats(num_strips * strip_floats + kGroups * group_floats);
   float* const packed_B = packed.get() + num_strips * strip_floats;
-  // A streamed store must be aligned, in the first row and from row to row.
-  const auto aligned = [](int64_t bytes) { return bytes % (2 * V::kLanes * static_cast<int64_t>(sizeof(O))) == 0; };
-  const bool stream = args.rows * args.cols * static_cast<int64_t>(sizeof(O)) >= kStreamBytes &&
-                      aligned(reinterpret_cast<intptr_t>(out)) &&
-                      aligned(args.out_stride * static_cast<int64_t>(sizeof(O)));
+  const bool stream = streams<V, O>(args);
   alignas(64) float sum[V::kRows * kStripCols];
   std::unique_ptr<uint32_t[]> pair_keys(kDither ? new uint32_t[num_strips * kStripCols / 2] : nullptr);
 
@@ -277,17 +282,41 @@ void merge_rows_of(const MergeArgs& args, int64_t row_begin, int64_t row_end, Me
 }
 
 // Without an adapter the value is the rounded base: no addition, which would turn -0.0 into 0.0.
-template <class W, class O>
+template <class V, class W, class O, bool kStats>
 void cast_rows(const MergeArgs& args, int64_t row_begin, int64_t row_end, MergeStats* stats) {
+  constexpr int64_t kStep = 2 * V::kLanes;
+  const bool stream = streams<V, O>(args);
   for (int64_t row = row_begin; row < row_end; ++row) {
     const W* base = static_cast<const W*>(args.base) + row * args.base_stride;
     O* out = static_cast<O*>(args.out) + row * args.out_stride;
-    for (int64_t j = 0; j < args.cols; ++j) {
+    typename V::F not_finite = V::zero();
+    typename V::I checksum = V::zero_bits();
+    int64_t j = 0;
+    for (; j + kStep <= args.cols; j += kStep) {
+      typename V::F x0 = V::load(base + j), x1 = V::load(base + j + V::kLanes);
+      if constexpr (!std::is_same_v<W, O>) {
+        x0 = V::template round<O>(x0);
+        x1 = V::template round<O>(x1);
+      }
+      if (kStats) {
+        not_finite = V::fmadd(x0, V::zero(), V::fmadd(x1, V::zero(), not_finite));
+        checksum = V::add_bits(V::add_bits(checksum, x0), x1);
+      }
+      V::store_exact(out + j, x0, x1, stream);
+    }
+    MergeStats rest;
+    for (; j < args.cols; ++j) {
       const float x = round_to(to_float(base[j]), static_cast<O*>(nullptr));
       store_as(out + j, x);
-      if (stats != nullptr) stats->checksum += float_bits(x);
+      rest.kept_sq += 0.0f * x;
+      rest.checksum += float_bits(x);
     }
+    if (!kStats) continue;
+    rest.kept_sq += V::sum(not_finite);
+    rest.checksum += static_cast<uint32_t>(V::sum_bits(checksum));
+    stats->add(rest);
   }
+  if (stream) V::fence();
 }
 
 template <class V>
@@ -296,7 +325,10 @@ void merge_rows(const MergeArgs& args, int64_t row_begin, int64_t row_end, Merge
     visit_dtype(args.out_dtype, [&](auto* out_type) {
       using W = std::remove_pointer_t<decltype(base_type)>;
       using O = std::remove_pointer_t<decltype(out_type)>;
-      if (args.rank == 0) return cast_rows<W, O>(args, row_begin, row_end, stats);
+      if (args.rank == 0) {
+        if (stats != nullptr) return cast_rows<V, W, O, true>(args, row_begin, row_end, stats);
+        return cast_rows<V, W, O, false>(args, row_begin, row_end, stats);
+      }
       if constexpr (!std::is_same_v<O, float>) {  // the sum is a float already
         if (args.rounding == Rounding::kDither) {
           if (stats != nullptr) return merge_rows_of<V, W, O, true, true>(args, row_begin, row_end, stats);

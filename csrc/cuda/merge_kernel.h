@@ -360,7 +360,7 @@ struct Sums {
 
   __device__ __forceinline__ void add(float rounded_base, float delta, float rounded) {
     const float kept = rounded - rounded_base;
-    kept_sq = fma(kept, kept, kept_sq);
+    kept_sq = fma(kept, kept, fma(rounded, 0.0f, kept_sq));  // infinity times zero is a NaN
     delta_sq = fma(delta, delta, delta_sq);
     changed += delta != 0.0f;
     unmoved += delta != 0.0f && rounded == rounded_base;

@@ -170,6 +170,17 @@ bool same_values(const Case& c, const std::vector<uint8_t>& a, const std::vector
   return true;
 }
 
+// kept_sq is a NaN where, and only where, an element of out is not finite, or the sum itself is beyond a float64.
+bool tells_not_finite(const Case& c, const std::vector<uint8_t>& out, const MergeStats& stats) {
+  bool is_finite = true;
+  for (int64_t i = 0; i < c.args.rows; ++i) {
+    for (int64_t j = 0; j < c.args.cols; ++j) {
+      is_finite &= std::isfinite(get(out, i * c.args.out_stride + j, c.args.out_dtype));
+    }
+  }
+  return std::isnan(stats.kept_sq) == !is_finite;
+}
+
 bool pads_intact(const Case& c, const std::vector<uint8_t>& out) {
   const int64_t row_bytes = c.args.cols * size_of(c.args.out_dtype),
                 stride = c.args.out_stride * size_of(c.args.out_dtype);
@@ -188,7 +199,7 @@ bool same_stats(const MergeStats& a, const MergeStats& b, bool has_nan) {
   return a.changed == b.changed && a.unmoved == b.unmoved && (has_nan || a.checksum == b.checksum) &&
          close(a.kept_sq, b.kept_sq) && close(a.delta_sq, b.delta_sq) &&
          // A sum of both signs: its error goes with its parts. Of infinities it depends on the order.
-         (!(std::isfinite(a.projected) && std::isfinite(b.projected)) ||
+         (!(std::isfinite(a.projected) && std::isfinite(b.projected) && std::isfinite(a.kept_sq)) ||
           std::fabs(a.projected - b.projected) <= 1e-4 * (std::sqrt(a.kept_sq * a.delta_sq) + a.delta_sq));
 }
 
@@ -212,6 +223,7 @@ void compare(bool special, int64_t rows, int64_t cols, int64_t rank) {
       fail(path.name, c, "other bits without statistics");
     }
     if (!same_stats(stats, expected_stats, has_nan)) fail(path.name, c, "other statistics");
+    if (!tells_not_finite(c, expected, stats)) fail(path.name, c, "kept_sq does not tell whether out is finite");
     if (rows > 0 && cols > 0) {
       const int64_t row = pick(0, rows - 1), col = pick(0, cols - 1);
       Case part = part_of(c, row, col);

@@ -7,6 +7,8 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import lora_stream
 from lora_stream import RankError, SyncError, UnmovedError, engine_side, shards
@@ -18,7 +20,6 @@ pytestmark = pytest.mark.dist
 
 TRAINED, ALL = 2 * 4, 2 * 9 + 3
 TRAINED_BYTES = 2 * 2 * (32 * 32 + 2 * 16 * 32 + 32 * 48)  # q, k, v and down of two layers in bfloat16
-
 
 
 def make(layout="by_layer"):
@@ -135,6 +136,75 @@ def replace_an_engine(rank):
 
 def test_a_new_engine_on_one_rank_gets_everything_and_so_do_the_others(pool):
     pool.run(2, replace_an_engine)
+
+
+def adapters_in_turn(rank, layout):
+    model = with_lora(llama(), target_modules=["q_proj"])
+    model.add_adapter("other", LoraConfig(r=3, lora_alpha=5, target_modules=["down_proj"]))
+    fill(model)
+    if layout == "flat":
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("lora_" in name)
+        model = sharded.flat(model)
+    else:
+        sharded.LAYOUTS[layout](model)
+    engine = Recorder() if rank == 1 else None
+    for name in ("default", "other", "default", "default"):
+        report = lora_stream.sync(model, engine, adapter_name=name)
+        want = sent(model, adapter_name=name)
+        if engine is not None:
+            assert_equal(engine.weights, want)
+    assert report.num_bytes_left
+    assert not any("down_proj" in name for name in report.copied), "it has been on its base since the sync before"
+
+
+@pytest.mark.parametrize("layout", ["by_layer", "flat"])
+def test_adapters_that_are_synced_in_turn_never_mix(pool, layout):
+    """Case N08."""
+    pool.run(2, adapters_in_turn, layout)
+
+
+def layers_in_turn(rank, layout):
+    model = llama()
+    blocks = list(model.model.layers)
+    if layout == "flat":
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    else:
+        for block in blocks:
+            fully_shard(block, mesh=sharded.world())
+        fully_shard(model, mesh=sharded.world())
+    engine = Recorder() if rank == 0 else None
+
+    def train_only(i):
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        for parameter in blocks[i].parameters() if i is not None else ():
+            parameter.requires_grad_()
+
+    def sync():
+        report = lora_stream.sync(model, engine)
+        want = sent(model)
+        if engine is not None:
+            assert_equal(engine.weights, want)
+        return report
+
+    train_only(None)
+    sync()
+    for i in (0, 1):
+        train_only(i)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+        model(torch.arange(6)[None]).logits.square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        train_only(None)  # for the rollout
+        assert sync().scope == "trained"
+    assert not sync().copied
+
+
+@pytest.mark.parametrize("layout", ["by_layer", "flat"])
+def test_layers_that_train_in_turn_are_sent_though_all_is_frozen_for_the_rollout(pool, layout):
+    """Case N09."""
+    pool.run(2, layers_in_turn, layout)
 
 
 def another_rank_fails(rank):

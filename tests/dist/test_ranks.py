@@ -369,6 +369,26 @@ def not_finite(rank):
     list(weights_of(model))
 
 
+def copy_not_finite(rank, layout):
+    model = with_lora(llama())
+    with torch.no_grad():
+        model.base_model.model.model.layers[1].mlp.up_proj.weight[-1, -1] = float("inf")  # the last rank's
+    if layout == "flat":
+        model = sharded.flat(model)
+    else:
+        sharded.LAYOUTS[layout](model)
+    with pytest.raises(ValueError, match=r"layers\.1\..*mlp\.up_proj.*not finite"):
+        list(lora_stream.stream(model))
+    sent = dict(lora_stream.stream(model, check_finite=False))
+    assert not sent["model.layers.1.mlp.up_proj.weight"].isfinite().all()
+
+
+@pytest.mark.parametrize("layout", ["by_layer", "by_columns", "flat"])
+def test_a_copy_that_is_not_finite_on_one_ranks_part_is_refused_on_all_that_receive_it(pool, layout):
+    """Case N10: of buckets that were gathered."""
+    pool.run(2, copy_not_finite, layout)
+
+
 def test_a_delta_that_is_not_finite_on_one_ranks_rows_is_refused_on_all_that_receive_it(pool):
     pool.run(2, not_finite)
 
