@@ -284,9 +284,9 @@ class Side:
             finally:
                 restoring.close()
         if is_own:
-            if outcome.to_restore:
-                self.state.needs_full = False
             try:
+                if outcome.to_restore:
+                    self.state.fingerprint, self.state.needs_full = self.target.fingerprint(), False
                 self.target.resume()
             except Exception as failure:
                 return f"the engine is on its old weights, but could not be resumed ({failure})"

@@ -3,18 +3,15 @@
 What trains *now* does not tell: a tensor may have been trained, switched or replaced since, and frozen again.
 """
 
-import secrets
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 
 from lora_stream import fsdp1, shards
 from lora_stream.plan import ParamMeta, Plan, Task
-
-# Elements that are looked at of each tensor, in runs: a run costs one read from memory. An optimizer's step changes many.
-_RUNS, _RUN_LENGTH = 32, 16
+from lora_stream.samples import Sample, bits_of
 
 
 @dataclass(frozen=True)
@@ -34,7 +31,7 @@ class Held:
     def __init__(self, everything: Plan, *, has_loading: bool) -> None:
         """everything: the model's "all" plan. What the sync has left out the engine holds from before. has_loading: whether
         the caller brings the weights to their device before they are read, and takes them away again."""
-        self._sample = _Sample(on_host_only=has_loading)
+        self._sample, self._on_host_only = Sample(), has_loading
         self._entries: dict[str, _Entry] = {}
         tasks = _by_fqn(everything)
         for fqn, (task, metas) in tasks.items():
@@ -46,14 +43,14 @@ class Held:
                 was_adapted=bool(task.adapters or task.rows),
                 was_trained=task.trained,
             )
-        self._values = {fqn: self._sample.of(task.base) for fqn, (task, _) in tasks.items()}
+        self._values = {fqn: self._values_of(task) for fqn, (task, _) in tasks.items()}
 
     def written(self, everything: Plan) -> set[str]:
         """FQNs of live tensors that are not known to be the ones that were sent, or to be unwritten since."""
         tasks = {fqn: task for fqn, (task, _) in _by_fqn(everything).items()}
         known = [fqn for fqn in tasks if fqn in self._entries]
         same = [fqn for fqn in known if self._is_same_object(fqn, tasks[fqn])]
-        values = {fqn: self._sample.of(tasks[fqn].base) for fqn in same if self._values[fqn] is not None}
+        values = {fqn: self._values_of(tasks[fqn]) for fqn in same if self._values[fqn] is not None}
         return set(tasks) - set(same) | _differing(self._values, values)
 
     def stale(self, everything: Plan, written: set[str]) -> set[str]:
@@ -74,6 +71,15 @@ class Held:
         version = _version(stepped)
         return entry.version is None or version is None or version <= entry.version
 
+    def _values_of(self, task: Task) -> torch.Tensor | None:
+        """A sample of this rank's part. None where its values are not there now: then its version must tell."""
+        part = fsdp1.own_part(task.base) if fsdp1.is_flattened(task.base) else shards.local(task.base)
+        if part is None or part.is_meta or (self._on_host_only and part.device.type != "cpu"):
+            return None
+        if part.untyped_storage().nbytes() < part.nbytes:  # taken away, by an offload that keeps the tensor's shape
+            return None
+        return self._sample.of(part)
+
 
 def _by_fqn(plan: Plan) -> dict[str, tuple[Task, tuple[ParamMeta, ...]]]:
     """One task of each live tensor, and what all its tasks send."""
@@ -87,48 +93,13 @@ def _version(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-class _Sample:
-    """Some elements of a tensor: the same ones each time it is asked, others than other samples take."""
-
-    def __init__(self, *, on_host_only: bool) -> None:
-        self._on_host_only = on_host_only
-        self._generator = torch.Generator().manual_seed(secrets.randbits(63))
-        self._indices: dict[tuple[int, torch.device], torch.Tensor] = {}
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Of this rank's part. None where its values are not there now: then its version must tell."""
-        part = fsdp1.own_part(tensor) if fsdp1.is_flattened(tensor) else shards.local(tensor)
-        if part is None or part.is_meta or (self._on_host_only and part.device.type != "cpu"):
-            return None
-        if part.untyped_storage().nbytes() < part.nbytes:  # taken away, by an offload that keeps the tensor's shape
-            return None
-        key = part.numel(), part.device
-        if key not in self._indices:
-            self._indices[key] = self._choose(part.numel()).to(part.device)
-        return part.take(self._indices[key])
-
-    def _choose(self, numel: int) -> torch.Tensor:
-        if numel <= _RUNS * _RUN_LENGTH:
-            return torch.arange(numel)
-        starts = torch.randint(numel - _RUN_LENGTH + 1, (_RUNS, 1), generator=self._generator)
-        return (starts + torch.arange(_RUN_LENGTH)).flatten()
-
-
-def _differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor | None]) -> set[str]:
+def _differing(one: dict[str, torch.Tensor | None], other: dict[str, torch.Tensor | None]) -> set[str]:
     """Keys of `other` whose values differ, bit by bit. All at once, and one by one only if there are any."""
-    other = {key: values for key, values in other.items() if values is not None}
-    if _same_bits([one[key] for key in other], other.values()):
+    pairs = {key: [one[key], values] for key, values in other.items() if values is not None}
+    if _same_bits(pairs.values()):
         return set()
-    return {key for key, values in other.items() if not _same_bits([one[key]], [values])}
+    return {key for key, pair in pairs.items() if not _same_bits([pair])}
 
 
-def _same_bits(one: Iterable[torch.Tensor], other: Iterable[torch.Tensor]) -> bool:
-    return torch.equal(_joined(one), _joined(other))
-
-
-def _joined(samples: Iterable[torch.Tensor]) -> torch.Tensor:
-    on_device: dict[torch.device, list[torch.Tensor]] = {}
-    for sample in samples:
-        on_device.setdefault(sample.device, []).append(sample.view(torch.uint8))
-    parts = [torch.cat(parts).cpu() for parts in on_device.values()]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+def _same_bits(pairs: Collection[list[torch.Tensor]]) -> bool:
+    return torch.equal(bits_of([one for one, _ in pairs]), bits_of([other for _, other in pairs]))

@@ -50,6 +50,15 @@ def unwrap(module: nn.Module) -> nn.Module:
     return module
 
 
+def declares(module: nn.Module) -> bool:
+    """Whether a module says what its checkpoints hold: as transformers' models do."""
+    pretrained = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    if pretrained is not None and isinstance(module, pretrained):
+        return True
+    keys = ("all_tied_weights_keys", "_tied_weights_keys", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    return any(getattr(module, key, None) for key in keys)
+
+
 def declared_ties(base_model: nn.Module) -> dict[str, str]:
     """Names that the model's checkpoints leave out because another tensor holds their value: {left out: kept}.
 
@@ -68,8 +77,12 @@ def declared_ties(base_model: nn.Module) -> dict[str, str]:
     return dict.fromkeys(keys, f"{kept}.weight") if kept is not None else {}
 
 
-def checkpoint_records(base_model: nn.Module, records: Sequence[Record]) -> list[Record]:
+def checkpoint_records(
+    base_model: nn.Module, records: Sequence[Record], inner: Callable[[nn.Module], nn.Module] = unwrap
+) -> list[Record]:
     """The records under the names, and in the pieces, that `base_model.save_pretrained` would write.
+
+    inner: what a module below it is without what trainers put around it.
 
     transformers 5 keeps some models under other names, or in other pieces, than their checkpoints: its own reverse
     conversion, run on meta tensors, tells which. What a checkpoint splits becomes a record for each piece, with a view of the
@@ -88,7 +101,7 @@ def checkpoint_records(base_model: nn.Module, records: Sequence[Record]) -> list
     shapes = tuple((record.name, tuple(record.tensor.shape)) for record in records)
     known_shapes, pieces = _converted.get(base_model, (None, None))
     if known_shapes != shapes:
-        pieces = _revert(base_model, records, revert)
+        pieces = _revert(base_model, records, revert, inner)
         _converted[base_model] = (shapes, pieces)
     return [
         replace(record, name=name, view=view)
@@ -126,14 +139,16 @@ class _Uncopied(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _revert(base_model: nn.Module, records: Sequence[Record], revert: Callable) -> list[Pieces]:
+def _revert(
+    base_model: nn.Module, records: Sequence[Record], revert: Callable, inner: Callable[[nn.Module], nn.Module]
+) -> list[Pieces]:
     # Strides that no two dimensions share, whatever their sizes: what a view took from which is then seen in its own.
     metas = {
         record.name: torch.empty_strided(record.tensor.shape, _strides(record.tensor.shape), device="meta")
         for record in records
     }
     sources = {meta.untyped_storage()._cdata: i for i, meta in enumerate(metas.values())}
-    twin = _twin(base_model)
+    twin = _twin(base_model, inner)
     # Some conversions look at the live shapes, under names that the adapters' layers do not have.
     twin.__dict__["get_parameter"] = metas.__getitem__
     try:
@@ -194,10 +209,12 @@ def float32_among(base_model: nn.Module, name: str) -> frozenset[torch.dtype]:
     return frozenset(found)
 
 
-def _twin(module: nn.Module) -> nn.Module:
-    """The same tree of modules under the classes that they had before fully_shard, for the conversion goes by class names."""
+def _twin(module: nn.Module, inner: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    """The same tree of modules under the classes that they had before they were wrapped and sharded, for the conversion goes
+    by class names."""
+    module = inner(module)
     plain = shards.class_before_sharding(module)
     twin = plain.__new__(plain)
-    children = {name: None if child is None else _twin(child) for name, child in module._modules.items()}
+    children = {name: None if child is None else _twin(child, inner) for name, child in module._modules.items()}
     twin.__dict__ = {**module.__dict__, "_modules": children}
     return twin

@@ -8,6 +8,7 @@ have another formula, so `isinstance` would merge them wrongly without a word.
 """
 
 import dataclasses
+import itertools
 import logging
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -43,8 +44,11 @@ def read_model(model: nn.Module, *, adapter_name: str | None = None, untie: bool
     )
     if adapter_name is not None and adapter_name not in reader.adapter_names:
         raise ValueError(f"adapter_name={adapter_name!r}: the model's adapters are {sorted(reader.adapter_names)}")
-    base_model = reader.base_model if reader.base_model is not None else names.unwrap(model)
-    ties = names.declared_ties(base_model)
+    ties = {
+        _join(place, dropped): _join(place, kept)
+        for place, owner in reader.owners.items()
+        for dropped, kept in names.declared_ties(owner).items()
+    }
     if not untie:
         _drop_tied(out, ties)
     elif ties:
@@ -53,8 +57,7 @@ def read_model(model: nn.Module, *, adapter_name: str | None = None, untie: bool
             'hf_overrides={"tie_word_embeddings": False})',
             next(iter(ties)),
         )
-    out.records = [replace(each, float32_among=names.float32_among(base_model, each.name)) for each in out.records]
-    converted = names.checkpoint_records(base_model, out.records)
+    converted = _as_in_checkpoints(out.records, reader.owners)
     written: dict[str, list[str]] = {}
     for record in converted:
         written.setdefault(record.fqn, []).append(record.name)
@@ -62,6 +65,28 @@ def read_model(model: nn.Module, *, adapter_name: str | None = None, untie: bool
     out.consumed = {fqn: become.get(name, name) for fqn, name in out.consumed.items()}
     out.records = converted
     return out
+
+
+def _as_in_checkpoints(records: Sequence[Record], owners: Mapping[str, nn.Module]) -> list[Record]:
+    """By the rules of the model that owns them, applied to their names below it."""
+    found: list[Record] = []
+    for place, own in itertools.groupby(records, lambda record: _owner_of(record.name, owners)):
+        if place is None:
+            found += own
+            continue
+        owner, below = owners[place], [replace(each, name=_below(place, each.name)) for each in own]
+        below = [replace(each, float32_among=names.float32_among(owner, each.name)) for each in below]
+        below = names.checkpoint_records(owner, below, base_model_of)
+        found += (replace(each, name=_join(place, each.name)) for each in below)
+    return found
+
+
+def _owner_of(name: str, owners: Mapping[str, nn.Module]) -> str | None:
+    return next((place for place in owners if not place or name.startswith(place + ".")), None)
+
+
+def _below(place: str, name: str) -> str:
+    return name[len(place) + 1 :] if place else name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +243,8 @@ class _Reader:
     left: dict[str, str] = field(default_factory=dict)
     adapter_names: set[str] = field(default_factory=set)
     has_adapters: bool = False
-    base_model: nn.Module | None = None  # the model under a PeftModel
+    # By name: the outermost models that say what their checkpoints hold. PEFT may be around them, or on a part of them.
+    owners: dict[str, nn.Module] = field(default_factory=dict)
     configs: dict[str, object] = field(default_factory=dict)  # PEFT's, by adapter
 
     def walk(self, module: nn.Module, fqn: str, name: str, trained: bool = False) -> None:
@@ -230,6 +256,8 @@ class _Reader:
         else:
             # A model with adapters injected has PEFT's configs on it.
             self._check_configs(getattr(module, "peft_config", None), fqn)
+            if _owner_of(f"{name}.", self.owners) is None and names.declares(module):
+                self.owners[name] = module
             self._read_own_tensors(module, fqn, name, trained)
             for child_name, child in module._modules.items():
                 if child is None:
@@ -274,7 +302,6 @@ class _Reader:
     def _read_tuner(self, module: nn.Module, fqn: str, name: str) -> None:
         self._check_configs(module.peft_config, fqn)
         self.has_adapters = True
-        self.base_model = names.unwrap(module.model)
         self.walk(module.model, _join(fqn, "model"), name)
 
     def _check_configs(self, configs: object, fqn: str) -> None:

@@ -10,8 +10,8 @@ from vllm.config import set_current_vllm_config
 from lora_stream.merged_weights import FreshStaging
 from lora_stream.plan import ParamMeta
 from lora_stream.vllm import reload
+from lora_stream.vllm.fingerprint import fingerprint, renew
 from lora_stream.vllm.manifest import check_manifest
-from lora_stream.vllm.worker import fingerprint
 
 
 def is_in_this_process(llm: LLM) -> bool:
@@ -49,7 +49,7 @@ class LLMEngine:
         self._llm.collective_rpc(partial(_check, metadata=metadata, in_place=self._in_place))
 
     def fingerprint(self) -> object:
-        # After sleep(level=2) the weights are gone, and waking up does not bring them back: what is unchanged for the
+        # Somebody may have reloaded them from disk. After sleep(level=2) the weights are gone, and waking up does not bring them back: what is unchanged for the
         # trainer must be sent again then.
         (found,) = self._llm.collective_rpc(_fingerprint)
         return found
@@ -82,7 +82,7 @@ def _packed_modules(worker) -> list[list[str]]:
     return [list(parts) for parts in mapping.values()]
 
 
-def _fingerprint(worker) -> int:
+def _fingerprint(worker) -> list[str]:
     return fingerprint(worker.model_runner.get_model())
 
 
@@ -96,4 +96,5 @@ def _load(
     with set_current_vllm_config(worker.vllm_config):
         model = worker.model_runner.get_model()
         reload.load(model, worker.model_config, metadata, weights, in_place=in_place)
+        renew(model)
     worker.model_runner.reset_lora_state()

@@ -25,6 +25,7 @@ from vllm.logger import init_logger
 from lora_stream.plan import ParamMeta
 from lora_stream.ring import Receiver
 from lora_stream.vllm import reload, wire
+from lora_stream.vllm.fingerprint import fingerprint, is_asleep, renew
 from lora_stream.vllm.manifest import check_manifest
 
 logger = init_logger(__name__)
@@ -107,7 +108,7 @@ class LoraStreamEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         }
 
     def _check(self, metadata: list[ParamMeta], in_place: bool) -> None:
-        if _is_asleep():
+        if is_asleep():
             raise ValueError(
                 'the engine sleeps, its weights are not in memory; call wake_up(tags=["weights"]) before a sync'
             )
@@ -144,6 +145,7 @@ class LoraStreamEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             receiver.post(answer | {"refused" if refused else "failed": text})
             receiver.abort(generation, text)
         else:
+            renew(self.model)
             self._num_updates += 1
             self._unsure.difference_update(taken)
             seconds = time.perf_counter() - begin
@@ -163,13 +165,6 @@ class LoraStreamEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._receiver = None
 
 
-def fingerprint(model: nn.Module) -> int:
-    """Of norms and biases, which are small: of the sums of their values' bit patterns."""
-    parameters = [p for p in model.parameters() if p.ndim == 1]
-    sums = [p.detach().float().view(torch.int32).sum(dtype=torch.int64) for p in parameters]
-    return hash(tuple(torch.stack(sums).tolist())) if sums else 0  # a hash of integers is the same in every process
-
-
 def _noting(weights: Iterator[tuple[str, torch.Tensor]], taken: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
     holder: list[tuple[str, torch.Tensor]] = []
     for item in weights:
@@ -177,18 +172,6 @@ def _noting(weights: Iterator[tuple[str, torch.Tensor]], taken: list[str]) -> It
         holder.append(item)
         del item
         yield holder.pop()  # held nowhere else: dropping it is the release
-
-
-def _is_asleep() -> bool:
-    """Whether sleep mode has taken the weights from the device; the CPU keeps them."""
-    if not torch.cuda.is_available():
-        return False
-    from vllm.device_allocator.cumem import CuMemAllocator
-
-    allocator = CuMemAllocator.instance
-    return allocator is not None and any(
-        data.is_asleep for data in allocator.pointer_to_data.values() if data.tag == "weights"
-    )
 
 
 def _clip(text: str) -> str:

@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).parents[2] / "lora_stream"
 # Down the flow: a module imports only from those before it. Names are modules or, for vllm, the package.
 ORDER = [
     "views",
+    "samples",
     "plan",
     "packing",
     "rounding",
@@ -22,6 +23,7 @@ ORDER = [
     "dora",
     "merging",
     "fsdp1",
+    "held",
     "names",
     "peft",
     "gathering",

@@ -183,6 +183,21 @@ def test_an_engine_that_lost_its_weights_gets_all_of_them(setup, model):
     assert lora_stream.sync(model, setup.llm).scope == "trained"
 
 
+def test_an_engine_that_was_reloaded_with_other_merged_targets_gets_everything(setup, model, tmp_path):
+    """Case N13. Its norms and biases are the same as before."""
+    lora_stream.sync(model, setup.llm)
+    synced = logprobs(setup.llm)
+    assert lora_stream.sync(model, setup.llm, allow_unmoved=True).scope == "trained"
+    other = with_lora(setup.base(), target_modules=["o_proj", "down_proj"])
+    path = save_merged(setup.directory, sent(other, wire_dtype=setup.dtype), tmp_path / "other")
+    setup.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
+    setup.llm.reset_prefix_cache()
+    assert logprobs(setup.llm) != synced
+    assert lora_stream.sync(model, setup.llm, allow_unmoved=True).scope == "all"
+    assert logprobs(setup.llm) == synced
+    assert lora_stream.sync(model, setup.llm, allow_unmoved=True).scope == "trained"
+
+
 def test_a_sleeping_engine_is_refused_until_its_weights_are_back(setup, model):
     lora_stream.sync(model, setup.llm, full=True)
     setup.llm.sleep(level=1)

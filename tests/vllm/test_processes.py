@@ -125,6 +125,23 @@ def test_in_place_is_refused_by_name_where_the_engine_packs_its_weights(llm, mod
     assert live.logprobs(llm) == old
 
 
+def test_an_engine_that_was_reloaded_with_other_merged_targets_gets_everything(llm, base, model, tmp_path):
+    """Case N13. Its norms and biases are the same as before."""
+    lora_stream.sync(model, llm)
+    synced = live.logprobs(llm)
+    assert lora_stream.sync(model, llm, allow_unmoved=True).scope == "trained"
+    other = with_lora(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16), target_modules=["o_proj", "down_proj"]
+    )
+    path = live.save_merged(base, sent(other, wire_dtype=torch.bfloat16), tmp_path / "other")
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
+    llm.reset_prefix_cache()
+    assert live.logprobs(llm) != synced
+    assert lora_stream.sync(model, llm, allow_unmoved=True).scope == "all"
+    assert live.logprobs(llm) == synced
+    assert lora_stream.sync(model, llm, allow_unmoved=True).scope == "trained"
+
+
 def test_a_busy_engine_is_refused_untouched(llm, model):
     lora_stream.sync(model, llm, full=True, allow_unmoved=True)
     old = live.logprobs(llm)
