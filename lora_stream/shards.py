@@ -364,7 +364,8 @@ def is_first_process() -> bool:
 
 def one_writes(write: Callable[[], None], where: str, content: bytes, is_writer: bool | None) -> None:
     """One rank of the default process group writes `content` to `where`, and the others return after that. Not collective: the
-    writer waits for nobody, and may be the only one to call.
+    writer waits for nobody, and may be the only one to call. The others wait for the writing of their own call: the second
+    one of the same content for the second.
 
     is_writer: whether this rank is the one; None: the first is. Raises RankError on the others where it fails or stays away.
     """
@@ -373,8 +374,7 @@ def one_writes(write: Callable[[], None], where: str, content: bytes, is_writer:
             write()
         return
     store = dist.distributed_c10d._get_default_store()
-    # Of a file that has this content already nobody needs to wait for a second writing.
-    key = f"lora_stream/{where}/{hashlib.sha256(content).hexdigest()}"
+    key = _new_key(store, f"lora_stream/{where}/{hashlib.sha256(content).hexdigest()}")
     if is_writer or (is_writer is None and dist.get_rank() == 0):
         try:
             write()
@@ -387,6 +387,20 @@ def one_writes(write: Callable[[], None], where: str, content: bytes, is_writer:
         store.wait([key])
     if failed := store.get(key).decode():
         raise RankError(f"{where}: the rank that writes it could not: {failed}")
+
+
+# Calls of one_writes so far, by what they wrote, in the process group of this store.
+_calls: tuple[object, dict[str, int]] = (None, {})
+
+
+def _new_key(store: "dist.Store", what: str) -> str:
+    """Another one at each call: the store outlives a call, and a second writing is waited for as the first was."""
+    global _calls
+    if _calls[0] is not store:
+        _calls = (store, {})
+    counts = _calls[1]
+    counts[what] = counts.get(what, 0) + 1
+    return f"{what}/{counts[what]}"
 
 
 @contextlib.contextmanager

@@ -32,28 +32,72 @@ def new_directory(path: Path) -> Iterator[Path]:
     """A directory to fill, which is `path` once all went well, and gone if not. A process that is killed leaves the one beside
     it, `.NAME.*.partial`, and no `path`.
 
+    An empty directory that is there already may be a mount point, to which nothing can be renamed: it is filled aside inside
+    it, and the files are moved up, config.json last, without which it is no checkpoint.
+
     Raises FileExistsError where `path` is a file or a directory with something in it, before and after.
     """
     check_is_free(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial"))
+    is_there = path.is_dir()
+    beside = path if is_there else path.parent
+    beside.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(dir=beside, prefix=f".{path.name}.", suffix=_PARTIAL))
     try:
         yield aside
         os.chmod(aside, 0o777 & ~_umask())
         flush_directory(aside)
-        try:
-            os.rename(aside, path)  # onto nothing, or onto an empty directory
-        except OSError as error:
-            check_is_free(path)  # somebody else was first
-            raise error
+        if is_there:
+            _move_up(aside, path)
+        else:
+            try:
+                os.rename(aside, path)  # onto nothing, or onto an empty directory
+            except OSError as error:
+                check_is_free(path)  # somebody else was first
+                raise error
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
-    flush_directory(path.parent)
+    flush_directory(beside)
+
+
+_PARTIAL = ".partial"
+_CLAIM = ".moving.partial-claim"  # who has made it moves its files up, and nobody else
+
+
+def _move_up(aside: Path, path: Path) -> None:
+    check_is_free(path)
+    claim = path / _CLAIM
+    try:
+        claim.mkdir()
+    except FileExistsError:
+        check_is_free(path)  # says that somebody else was first
+        raise
+    moved: list[Path] = []
+    try:
+        for each in sorted(aside.iterdir(), key=lambda each: each.name == "config.json"):
+            os.rename(each, path / each.name)
+            moved.append(path / each.name)
+    except BaseException:
+        for each in moved:
+            shutil.rmtree(each) if each.is_dir() else each.unlink()
+        raise
+    finally:
+        claim.rmdir()
+    aside.rmdir()
 
 
 def check_is_free(path: Path) -> None:
-    if path.is_symlink() or path.is_file() or (path.is_dir() and any(path.iterdir())):
+    """A file system's own directory, and what a killed process has left, are nothing."""
+    if path.is_dir():
+        found = [
+            each.name
+            for each in path.iterdir()
+            if each.name != "lost+found" and not (each.name.startswith(".") and each.name.endswith(_PARTIAL))
+        ]
+        is_free = not found
+    else:
+        is_free = not (path.is_symlink() or path.exists())
+    if not is_free:
         raise FileExistsError(f"{path}: is there already; name a directory that does not exist or is empty")
 
 

@@ -144,8 +144,9 @@ def _write_beside(
     generation = getattr(base_model, "generation_config", None)
     if generation is not None:
         generation.save_pretrained(directory)
-    origin = Path(base or getattr(config, "_name_or_path", None) or "")
-    if base is not None and not origin.is_dir():
+    # A model that was made from a config has no name: an empty one would be the current directory.
+    origin = base or getattr(config, "_name_or_path", None)
+    if base is not None and not Path(base).is_dir():
         raise ValueError(f"{base}: there is no such directory")
-    if (origin / "config.json").exists():
-        carry_over([origin], directory)
+    if origin and (Path(origin) / "config.json").exists():
+        carry_over([Path(origin)], directory)

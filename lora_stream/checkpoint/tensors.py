@@ -10,13 +10,14 @@ belongs to something else raises ValueError with the file's name.
 """
 
 import contextlib
+import enum
 import io
 import logging
 import math
 import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -355,7 +356,11 @@ def _reader_of(directory: Path):
     for value in (torch.Size, torch.dtype, torch.device):
         allowed["torch", value.__name__] = value
     allowed["torch.serialization", "_get_layout"] = torch.serialization._get_layout
-    allowed["pathlib", "PosixPath"] = Path
+    # torch puts the path of the checkpoint there. Python 3.13 has the classes in a module of their own.
+    for module_name in ("pathlib", "pathlib._local"):
+        allowed[module_name, "PosixPath"] = allowed[module_name, "PurePosixPath"] = PurePosixPath
+        allowed[module_name, "WindowsPath"] = allowed[module_name, "PureWindowsPath"] = PureWindowsPath
+    allowed["builtins", "getattr"] = _member
 
     class Unpickler(pickle.Unpickler):
         def find_class(self, module: str, name: str):
@@ -378,6 +383,13 @@ def _reader_of(directory: Path):
             return found
 
     return Reader(directory), found
+
+
+def _member(kind: object, name: str) -> object:
+    """For `getattr` in a pickle, by which Python 3.11 names the members of an enum: of an enum, and nothing but its members."""
+    if isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__:
+        return kind[name]
+    raise pickle.UnpicklingError(f"getattr of {kind!r} is not allowed")
 
 
 def in_directory(directory: Path, stem: str) -> Tensors | None:
