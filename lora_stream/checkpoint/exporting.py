@@ -14,8 +14,9 @@ from lora_stream import shards
 from lora_stream.checkpoint.aside import new_directory
 from lora_stream.checkpoint.configs import live_config_json
 from lora_stream.checkpoint.reports import CheckpointReport
-from lora_stream.checkpoint.writing import Weights, carry_over, list_files, parse_size, write_file
-from lora_stream.merged_weights import MergedWeights, ranks_of, refuse
+from lora_stream.checkpoint.side_files import carry_over
+from lora_stream.checkpoint.writing import Weights, list_files, parse_size, write_file
+from lora_stream.merged_weights import MergedWeights, logger, ranks_of, refuse
 from lora_stream.peft import base_model_of
 from lora_stream.plan import MERGE_DTYPES
 from lora_stream.rounding import RoundingMode
@@ -140,13 +141,23 @@ def _write_beside(
     content = live_config_json(config, dtype=dtype, architecture=architecture, tied=False if untie else None)
     write_file(directory / "config.json", content)
     if processing_class is not None:
-        processing_class.save_pretrained(directory)  # type: ignore[attr-defined]
+        _save(processing_class, directory)
     generation = getattr(base_model, "generation_config", None)
-    if generation is not None:
-        generation.save_pretrained(directory)
+    if generation is not None and not _save(generation, directory):
+        (directory / "generation_config.json").write_text(generation.to_json_string())
     # A model that was made from a config has no name: an empty one would be the current directory.
     origin = base or getattr(config, "_name_or_path", None)
     if base is not None and not Path(base).is_dir():
         raise ValueError(f"{base}: there is no such directory")
     if origin and (Path(origin) / "config.json").exists():
-        carry_over([Path(origin)], directory)
+        carry_over([Path(origin)], directory, base=Path(origin))
+
+
+def _save(beside: object, directory: Path) -> bool:
+    """Whether it could be saved. transformers refuses to save what it finds invalid; the weights are worth more."""
+    try:
+        beside.save_pretrained(directory)  # type: ignore[attr-defined]
+    except Exception as error:
+        logger.warning("%s cannot save its files (%s); the weights are written", type(beside).__name__, error)
+        return False
+    return True

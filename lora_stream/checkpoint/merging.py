@@ -22,9 +22,10 @@ from lora_stream.checkpoint.assembling import Assembly
 from lora_stream.checkpoint.bases import MERGED_KEY, Base
 from lora_stream.checkpoint.configs import config_json as model_config_json
 from lora_stream.checkpoint.reports import CheckpointReport
+from lora_stream.checkpoint.side_files import carry_over
 from lora_stream.checkpoint.sources import adapter_of, open_source
 from lora_stream.checkpoint.tensors import read_json
-from lora_stream.checkpoint.writing import ReusedStaging, Weights, carry_over, list_files, parse_size, write_file
+from lora_stream.checkpoint.writing import ReusedStaging, Weights, list_files, parse_size, write_file
 from lora_stream.fidelity import warn_if_low
 from lora_stream.merged_weights import Stream
 from lora_stream.merging import Arithmetic
@@ -187,7 +188,7 @@ class _Merge:
         source = assembly.source
         places = [source.directory] if source.kind in ("PEFT adapter", "model with adapter") else []
         places += [each for each in (source.config_directory, assembly.base_directory) if each is not None]
-        carry_over(dict.fromkeys(places), directory)
+        carry_over(dict.fromkeys(places), directory, base=assembly.base_directory)
 
     def write_weights(
         self, directory: Path, max_shard_bytes: int, report: CheckpointReport, progress: Progress | None

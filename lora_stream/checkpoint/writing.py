@@ -4,7 +4,6 @@ safetensors' own writer wants a whole file's tensors in memory. The format is si
 bytes), so each tensor goes straight to its place in it: https://github.com/huggingface/safetensors#format
 """
 
-import itertools
 import json
 import math
 import os
@@ -250,35 +249,3 @@ def _header(metas: Iterable[ParamMeta], metadata: Mapping[str, str]) -> tuple[by
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, begins
-
-
-# What of a model's directory goes with its weights: configs of what it is used with, vocabularies, templates, code, terms.
-_CARRIED = {".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".vocab", ".bpe", ".spm"}
-_TEMPLATES = ("chat_templates", "additional_chat_templates")
-_NOT_CARRIED = {
-    "adapter_config.json",
-    "config.json",
-    "fsdp_config.json",
-    "lora_train_meta.json",
-    "trainer_state.json",
-    "training_args.json",
-}
-
-
-def carry_over(directories: Iterable[Path], out: Path) -> list[str]:
-    """Copy tokenizer, processor, generation config, templates, code and license; of each the first directory's that has it.
-    Returns their names."""
-    copied = []
-    for directory in directories:
-        inside = [each.glob("*") for each in (directory, *(directory / name for name in _TEMPLATES))]
-        for path in sorted(itertools.chain(*inside)):
-            relative = path.relative_to(directory)
-            is_terms = relative.name.split(".")[0].upper() in ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
-            if not path.is_file() or not (path.suffix in _CARRIED or is_terms):
-                continue
-            if relative.name in _NOT_CARRIED or relative.name.endswith(".index.json") or (out / relative).exists():
-                continue
-            (out / relative).parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, out / relative)  # through links, which a cache of downloads is made of
-            copied.append(str(relative))
-    return copied

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from lora_stream.checkpoint import merge, merging, save_train_meta, writing
+from lora_stream.checkpoint import export, merge, merging, save_train_meta, writing
 from tests.architectures import ARCHITECTURES, build
 from tests.checkpoints import FORMS, assert_holds_the_stream, base_of, save_source, weights_in
 from tests.kinds import KINDS, TOKENS, gpt2
@@ -333,14 +333,29 @@ def test_a_file_of_mixed_dtypes_has_every_tensor_at_a_multiple_of_its_element(tm
 
 
 def test_tokenizer_processor_code_and_license_go_along_and_nothing_of_the_training(linear, tmp_path):
+    """Case N14."""
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     carried = ["tokenizer.json", "tokenizer_config.json", "tokenizer.model", "preprocessor_config.json", "LICENSE"]
-    carried += ["modeling_own.py", "chat_template.jinja", "merges.txt", "additional_chat_templates/tool.jinja"]
+    carried += [
+        "modeling_own.py",
+        "parts_of_it.py",
+        "README.md",
+        "own.tiktoken",
+        "chat_template.jinja",
+        "merges.txt",
+        "additional_chat_templates/tool.jinja",
+    ]
     (base / "additional_chat_templates").mkdir()
     for name in carried:
         (base / name).write_text(f"of the base: {name}")
-    for name in ("pytorch_model.bin.index.json", "optimizer.pt", "trainer_state.json", "README.md", "model.onnx"):
+    for name in ("pytorch_model.bin.index.json", "optimizer.pt", "trainer_state.json", "model.onnx", "train.py"):
         (base / name).write_text("{}")
+    (base / "modeling_own.py").write_text("from .parts_of_it import Part")
+    (base / "preprocessor_config.json").write_text('{"auto_map": {"AutoProcessor": "modeling_own.Own"}}')
+    for name in ("args.json", "train_results.json", "credentials.json", "README.md", "notes.txt", "run.py"):
+        for directory in (base, adapter):
+            if not (directory / name).exists():
+                (directory / name).write_text("{}")
     (adapter / "tokenizer.json").write_text("with the tokens that training has added")
     os.rename(base / "merges.txt", tmp_path / "blob")
     (base / "merges.txt").symlink_to(tmp_path / "blob")  # as in a cache of downloads
@@ -349,6 +364,74 @@ def test_tokenizer_processor_code_and_license_go_along_and_nothing_of_the_traini
     assert found == {*carried, "config.json", "generation_config.json", "model.safetensors"}
     assert (tmp_path / "out/tokenizer.json").read_text() == "with the tokens that training has added"
     assert not (tmp_path / "out/merges.txt").is_symlink()
+
+
+def test_a_model_that_was_made_from_a_config_takes_nothing_of_the_current_directory_along(tmp_path, monkeypatch):
+    """Case N14."""
+    for name in ("config.json", "train.py", "credentials.json", "tokenizer.json", "LICENSE"):
+        (tmp_path / name).write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    export(with_lora(llama()), tmp_path / "out")
+    found = {path.name for path in (tmp_path / "out").iterdir()}
+    assert found == {"config.json", "generation_config.json", "model.safetensors"}
+
+
+def test_files_that_transformers_finds_invalid_do_not_stop_the_weights(tmp_path, caplog):
+    model = with_lora(llama())
+    generation = base_of(model).generation_config
+    generation.temperature, generation.do_sample = 0.5, False  # which transformers does not save
+
+    class Tokenizer:
+        def save_pretrained(self, directory):
+            raise ValueError("its template is no template")
+
+    export(model, tmp_path / "out", dtype=torch.float32, processing_class=Tokenizer())
+    assert_holds_the_stream(tmp_path / "out", model, wire_dtype=torch.float32)
+    assert json.loads((tmp_path / "out/generation_config.json").read_text())["temperature"] == 0.5
+    assert "Tokenizer cannot save its files (its template is no template)" in caplog.text
+
+
+@pytest.mark.parametrize("write", ["merge", "export"])
+@pytest.mark.parametrize("there", ["empty", "used", "link"])
+def test_an_empty_directory_that_is_there_is_filled_from_within(linear, tmp_path, monkeypatch, write, there):
+    """Case N06: it may be a mount point, to which nothing can be renamed and beside which there may be no room."""
+    out = tmp_path / "out"
+    (tmp_path / "place").mkdir()
+    if there == "link":
+        out.symlink_to(tmp_path / "place")
+    else:
+        out.mkdir()
+        (out / "lost+found").mkdir()
+    if there == "used":
+        (out / "other").write_text("")
+    rename = os.rename
+    inode = out.stat().st_ino
+
+    def refuse_the_mount(source, target):
+        if Path(target) == out:
+            raise OSError(16, "Device or resource busy")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", refuse_the_mount)
+
+    def run():
+        if write == "merge":
+            merge(tmp_path / "adapter", out, base=tmp_path / "base")
+        else:
+            export(with_lora(llama()), out)
+
+    if there == "used":
+        with pytest.raises(FileExistsError, match="is there already"):
+            run()
+        assert {path.name for path in out.iterdir()} == {"lost+found", "other"}
+        return
+    run()
+    assert out.stat().st_ino == inode
+    files = {path.name for path in out.iterdir()} - {"lost+found"}
+    assert {"config.json", "model.safetensors"} <= files
+    assert not any("partial" in name for name in files)
+    with pytest.raises(FileExistsError):
+        run()
 
 
 def test_fields_of_the_config_that_transformers_does_not_know_are_kept(linear, tmp_path):
