@@ -69,17 +69,16 @@ class Assembly:
     def _make(self, loaded: nn.Module | None) -> nn.Module:
         """The model with the adapter, and its values in it. loaded: the base with its weights, where it had to be loaded."""
         source, spec = self.source, self.spec
-        is_peft = source.kind == "PEFT adapter"
         base = loaded if loaded is not None else self._empty()
         paths = {name for name, _ in base.named_modules()}
-        if not is_peft:
+        if not source.is_stored or spec.fields.get("target_modules") is None:
             on = source.adapted_modules(spec.name)
             self._prefix = prefix_of(on, paths, source.directory)
             targets = sorted({each.removeprefix(self._prefix) for each in on})
             changes = {}
             if spec.fields.get("modules_to_save") is None:
                 saved = {each.removeprefix(self._prefix) for each in source.saved_modules(spec.name)}
-                changes["modules_to_save"] = sorted(saved) or None
+                changes["modules_to_save"] = sorted(saved - set(targets)) or None
             if spec.fields.get("target_modules") is None:
                 changes |= self._told_by_names(targets, base)
             spec = self.spec = replace(spec, fields={**spec.fields, **changes})
@@ -103,16 +102,17 @@ class Assembly:
                     f"tell on which; put the adapter's {CONFIG_NAME} beside the checkpoint, or save one with "
                     "lora_stream.checkpoint.save_train_meta"
                 )
-        names = [name for name in self.source.names if adapter_of(name) == self.spec.name]
-        if tokens := [name for name in names if ".trainable_tokens_delta." in name]:
+        is_stored = self.source.is_stored
+        names = [name for name in self.source.names if is_stored or adapter_of(name) == self.spec.name]
+        if tokens := [name for name in names if "trainable_tokens_delta" in name.split(".")]:
             raise ValueError(
                 f"{self.source.directory}: {tokens[0]}: holds trained token rows, and names do not tell of which tokens; put "
                 f"the adapter's {CONFIG_NAME} beside the checkpoint"
             )
         return {
             "target_modules": targets,
-            "use_dora": any(".lora_magnitude_vector." in name for name in names),
-            "lora_bias": any(re.search(r"\.lora_B\.[^.]+\.bias$", name) for name in names),
+            "use_dora": any("lora_magnitude_vector" in name.split(".") for name in names),
+            "lora_bias": any(re.search(r"\.lora_B\.([^.]+\.)?bias$", name) for name in names),
         }
 
     def _empty(self) -> nn.Module:
@@ -152,11 +152,11 @@ class Assembly:
     def _load_adapter(self, model: nn.Module, known: set[int]) -> None:
         """Put the adapter's values into the model. Raises ValueError for one that is left over, is missing or does not fit."""
         source, where = self.source, self.source.directory
-        if source.kind == "PEFT adapter":
+        if source.is_stored:
             # VeLoRA's projection is of its backward pass alone.
             stored = {name: each for name, each in source.names.items() if ".lora_velora_embed" not in name}
             values = {name: source.tensors.read(each) for name, each in stored.items()}
-            models.fill(model, known, source.tensors.infos)
+            models.fill(model, known, {name: source.tensors.infos[each] for name, each in stored.items()})
             self._load_by_peft(model, values, known)
             return
         models.fill(model, known, {})
@@ -228,7 +228,7 @@ class Assembly:
 
     def _check_source(self) -> None:
         """Raise ValueError for a tensor of the source that the model has no place for."""
-        if self.source.kind == "PEFT adapter":
+        if self.source.is_stored:
             return  # PEFT said so
         fqns = {
             self.source_name(name)

@@ -49,7 +49,7 @@ def inspect(path: str | Path) -> Inspection:
     infos = source.tensors.infos.values()
     found.num_tensors, found.num_bytes = len(infos), sum(info.num_bytes for info in infos)
     found.adapter_names = source.adapter_names
-    found.has_base = source.kind != "PEFT adapter" and any(
+    found.has_base = not source.is_stored and any(
         ".base_layer." in name and adapter_of(name) is None for name in source.names
     )
     options = ["--adapter-name", source.adapter_names[0]] if len(source.adapter_names) > 1 else []

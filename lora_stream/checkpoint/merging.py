@@ -279,7 +279,7 @@ def _write_adapter(assembly: Assembly, directory: Path) -> None:
             f"{spec.origin}: init_lora_weights={spec.fields['init_lora_weights']!r} has taken something out of the base weights, "
             "so the adapter alone would be wrong on the model it was made from; merge it"
         )
-    is_its_own = lambda name: source.kind == "PEFT adapter" or adapter_of(name) == spec.name  # noqa: E731
+    is_its_own = lambda name: source.is_stored or adapter_of(name) == spec.name  # noqa: E731
     dtypes = {source.tensors.infos[stored].dtype for name, stored in source.names.items() if is_its_own(name)}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
     state = get_peft_model_state_dict(assembly.model, adapter_name=spec.name, save_embedding_layers=False)

@@ -228,6 +228,41 @@ def test_a_writer_that_fails_tells_the_others(pool, tmp_path):
     assert max(outcome.seconds for outcome in outcomes) < TIMEOUT_S
 
 
+def writes_again(rank, directory):
+    """A failure, then a retry; a save, then the same once more after the directory is gone. Rank 0, which writes, is late."""
+    model = with_lora(llama())
+    found = []
+
+    def save():
+        if rank == 0:
+            time.sleep(1)
+        save_train_meta(directory / "made", model)
+        found.append((directory / "made" / "lora_train_meta.json").exists())
+        dist.barrier()
+
+    if rank == 0:
+        directory.mkdir(exist_ok=True)
+        (directory / "made").write_text("in the way")
+    dist.barrier()
+    with pytest.raises((OSError, RankError)):
+        save()
+    dist.barrier()
+    if rank == 0:
+        (directory / "made").unlink()
+    save()
+    for _ in range(2):
+        if rank == 0:
+            shutil.rmtree(directory / "made")
+        dist.barrier()
+        save()
+    return found
+
+
+def test_each_writing_is_waited_for_anew(pool, tmp_path):
+    """Case N05: neither a retry nor a second save to the same place goes by what the first told."""
+    assert pool.run(3, writes_again, tmp_path) == [[True] * 3] * 3
+
+
 def writer_stays_away(rank, directory):
     dist.distributed_c10d._get_default_store().set_timeout(datetime.timedelta(seconds=2))
     if rank == 1:

@@ -251,9 +251,11 @@ def test_statistics_of_rounding_are_kept_per_merged_tensor(model):
         assert 0 <= rounding.unmoved <= rounding.changed <= sent[name].numel()
 
 
-def test_merging_calls_the_kernel_once_per_bucket(model, monkeypatch):
+def test_the_kernel_is_called_once_per_bucket_for_merges_and_copies_together(model, monkeypatch):
     calls = []
     real = ops.merge_cast_grouped_
     monkeypatch.setattr(ops, "merge_cast_grouped_", lambda *args, **kw: (calls.append(len(args[0])), real(*args, **kw)))
-    list(lora_stream.stream(model))
-    assert calls == [6]
+    stream = lora_stream.stream(model)
+    list(stream)
+    assert len(stream.stats.rounding) == 6
+    assert calls == [len(stream.stats.sent)]
