@@ -134,6 +134,9 @@ def merge(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run the code that comes with the base.")
     ] = False,
+    check_finite: Annotated[
+        bool, typer.Option("--check-finite/--no-check-finite", help="Refuse a weight that is NaN or infinite.")
+    ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Merge an adapter into its base and write a Hugging Face checkpoint; exit 1 and the reason, and no OUT, where anything is
@@ -165,6 +168,7 @@ def merge(
             use_rslora=use_rslora,
             untie=untie,
             trust_remote_code=trust_remote_code,
+            check_finite=check_finite,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
     _show(report.to_dict(), report.rows(), as_json)

@@ -127,11 +127,20 @@ def scale_of(
     return magnitude.float().unsqueeze(dim) / dora.norms(base, lora_A, lora_B, scaling, dim, arithmetic.precision)
 
 
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Of any shape and dtype, in one read."""
+    if tensor.numel() == 0 or not (tensor.is_floating_point() or tensor.is_complex()):
+        return True
+    if tensor.is_complex():
+        return bool(tensor.isfinite().all())
+    return all(map(math.isfinite, torch.aminmax(tensor)))  # NaN is its own minimum
+
+
 def not_finite(task: Task) -> ValueError:
     what = "what its adapter makes of it" if task.adapters or task.rows else "it"
     return ValueError(
-        f"{task.fqn}: {what} is not finite as {task.meta.dtype} (NaN, infinity, or an overflow of that dtype); the engine keeps "
-        "its weights. Look for a diverged training step, or pass check_finite=False to send it"
+        f"{task.fqn}: {what} is not finite as {task.meta.dtype} (NaN, infinity, or an overflow of that dtype). Nothing of it "
+        "has left. Look for a diverged training step, or pass check_finite=False (--no-check-finite) to have it all the same"
     )
 
 

@@ -40,6 +40,8 @@ class Assembly:
         if len(source.adapter_names) > 1:
             self._under_others = {_without_peft(name): name for name in source.names if adapter_of(name) is None}
         self.places: dict[tuple, list[str]] = {}  # (id of a base tensor, view) -> its names in a checkpoint
+        # Of the source, without its prefix: the model says that it needs none of them.
+        self.ignored: dict[str, Info] = {}
         with _no_collections():
             self.model = self._make(None)
         self._check_source()
@@ -240,10 +242,13 @@ class Assembly:
             adapter = adapter_of(name)
             if name in fqns or adapter not in (None, self.spec.name) or ".lora_velora_embed" in name:
                 continue
-            if not name.startswith(self._prefix) or name.removeprefix(self._prefix).split(".")[0] not in tops:
-                continue  # of something else that was saved with it: an optimizer
-            if is_ignored(self.base_model, name.removeprefix(self._prefix)):
+            own = name.removeprefix(self._prefix)
+            is_beside = not name.startswith(self._prefix) or own.split(".")[0] not in tops
+            if _is_ignored(self.base_model, own, anywhere=not is_beside):
+                self.ignored[own] = self.source.tensors.infos[self.source.names[name]]
                 continue
+            if is_beside:
+                continue  # of something else that was saved with it: an optimizer
             if (packed := _unpacked_by(name, self.source)) is not None:
                 if self.base_directory is not None:
                     continue
@@ -286,10 +291,14 @@ def _without_peft(name: str) -> str:
     return ".".join(each for each in name.split(".") if each not in ("base_layer", "original_module", "token_adapter"))
 
 
-def is_ignored(model: nn.Module, name: str) -> bool:
-    """Whether the model itself says that checkpoints may hold it and that it needs none."""
+def _is_ignored(model: nn.Module, name: str, *, anywhere: bool) -> bool:
+    """Whether the model itself says that checkpoints may hold it and that it needs none.
+
+    anywhere: a pattern may match inside the name. Not so beside the model's own modules, where an optimizer's states are.
+    """
+    find = re.search if anywhere else re.match
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    return any(re.search(pattern, name) for pattern in patterns) or name.endswith("rotary_emb.inv_freq")
+    return any(find(pattern, name) for pattern in patterns) or name.endswith("rotary_emb.inv_freq")
 
 
 def _unpacked_by(name: str, source: Source) -> str | None:

@@ -3,8 +3,9 @@ from the disk.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,11 +15,14 @@ from lora_stream import shards
 from lora_stream.checkpoint.aside import new_directory
 from lora_stream.checkpoint.configs import live_config_json
 from lora_stream.checkpoint.reports import CheckpointReport
+from lora_stream.checkpoint.rest import rest_of
 from lora_stream.checkpoint.side_files import carry_over
+from lora_stream.checkpoint.tensors import Tensors, in_directory
 from lora_stream.checkpoint.writing import Weights, list_files, parse_size, write_file
 from lora_stream.merged_weights import MergedWeights, logger, ranks_of, refuse
-from lora_stream.peft import base_model_of
-from lora_stream.plan import MERGE_DTYPES
+from lora_stream.merging import is_finite, not_finite
+from lora_stream.peft import base_model_of, read_model
+from lora_stream.plan import MERGE_DTYPES, ModelRecords, Plan, build_plan
 from lora_stream.rounding import RoundingMode
 
 
@@ -35,6 +39,7 @@ def export(
     processing_class: object | None = None,
     base: str | Path | None = None,
     is_writer: bool | None = None,
+    check_finite: bool = True,
     onload: Callable[..., object] | None = None,
     offload: Callable[..., object] | None = None,
     progress: Callable[[int, int], object] | None = None,
@@ -43,9 +48,10 @@ def export(
 
     model: a transformers model with PEFT's adapters or without, in whatever wrappers; of a sharded one every rank calls.
     directory: does not exist or is empty; it is there when all is written, or not at all.
-    dtype, rounding, seed, max_shard_size, untie: as of `merge`. adapter_name, onload, offload: as of MergedWeights.
+    dtype, rounding, seed, max_shard_size, untie, check_finite: as of `merge`. adapter_name, onload, offload: as of MergedWeights.
     processing_class: a tokenizer or processor, or anything else with save_pretrained, to go with it.
-    base: the directory whose tokenizer, processor, code and license go with it; None: the one that the model was loaded from.
+    base: the directory whose tokenizer, processor, code and license go with it, and the tensors for which the model has no
+        module; None: the one that the model was loaded from.
     is_writer: whether this rank writes; None: the first does. progress: called there with the bytes written and all there will be.
 
     Returns a report where it is written, None elsewhere; of a model that is not sharded the others return at once. Raises
@@ -68,6 +74,7 @@ def export(
         rounding=rounding,
         seed=seed,
         untie=untie,
+        check_finite=check_finite,
         onload=onload,
         offload=offload,
         gather="sender",
@@ -76,16 +83,19 @@ def export(
     report = CheckpointReport(out=str(directory), dtype=str(dtype).removeprefix("torch."), rounding=rounding, seed=seed)
     with ExitStack() as stack:
         aside, file = directory, None
+        rest: _Rest | None = None
 
         def prepare() -> None:
-            nonlocal aside, file
+            nonlocal aside, file, rest
             if not writes:
                 return
             aside = stack.enter_context(new_directory(directory))
-            _write_beside(model, aside, dtype, untie, processing_class, base)
+            origin = _origin(model, base)
+            _write_beside(model, aside, dtype, untie, processing_class, origin)
+            rest = _Rest.of(model, weights.plan, origin, dtype)
             file = Weights(
                 aside,
-                weights.metadata(),
+                [*weights.metadata(), *rest.plan.metadata()],
                 max_shard_bytes=parse_size(max_shard_size),
                 metadata={},
                 progress=progress,
@@ -111,9 +121,13 @@ def export(
                 raise failed
             if file is None:
                 return
+            assert rest is not None
+            for name, tensor in rest.tensors(check_finite):
+                file.write(name, tensor)
             file.finish()
             report.roundings |= stream.stats.rounding
-            report.finish(stream.plan)
+            report.finish(replace(stream.plan, tasks=stream.plan.tasks + rest.plan.tasks))
+            report.carried, report.left_out = list(rest.plan.names("copied")), rest.left_out
             report.files = list_files(aside)
             stack.close()  # gives the directory its name
 
@@ -122,13 +136,22 @@ def export(
     return report if writes else None
 
 
+def _origin(model: nn.Module, base: str | Path | None) -> Path | None:
+    """The directory of the model that it was made from. A model that was made from a config has no name: an empty one would be
+    the current directory."""
+    if base is not None and not Path(base).is_dir():
+        raise ValueError(f"{base}: there is no such directory")
+    origin = base or getattr(getattr(base_model_of(model), "config", None), "_name_or_path", None)
+    return Path(origin) if origin and (Path(origin) / "config.json").exists() else None
+
+
 def _write_beside(
     model: nn.Module,
     directory: Path,
     dtype: torch.dtype,
     untie: bool,
     processing_class: object | None,
-    base: str | Path | None,
+    origin: Path | None,
 ) -> None:
     """All but the weights."""
     base_model = base_model_of(model)
@@ -145,12 +168,54 @@ def _write_beside(
     generation = getattr(base_model, "generation_config", None)
     if generation is not None and not _save(generation, directory):
         (directory / "generation_config.json").write_text(generation.to_json_string())
-    # A model that was made from a config has no name: an empty one would be the current directory.
-    origin = base or getattr(config, "_name_or_path", None)
-    if base is not None and not Path(base).is_dir():
-        raise ValueError(f"{base}: there is no such directory")
-    if origin and (Path(origin) / "config.json").exists():
-        carry_over([Path(origin)], directory, base=Path(origin))
+    if origin is not None:
+        carry_over([origin], directory, base=origin)
+
+
+@dataclass
+class _Rest:
+    """What the model was made from, and has no module for."""
+
+    source: Tensors | None
+    plan: Plan
+    left_out: dict[str, str]
+
+    @staticmethod
+    def of(model: nn.Module, written: Plan, origin: Path | None, dtype: torch.dtype) -> "_Rest":
+        """Of an origin under the names that are written: what others name is not known to be left over."""
+        nothing = _Rest(None, Plan(tasks=(), scope="all", account={}), {})
+        try:
+            source = None if origin is None else in_directory(origin, "model")
+        except ValueError as error:  # the weights come from the model
+            logger.warning("what only %s may hold is not carried over: %s", origin, error)
+            return nothing
+        if source is None or not _names_alike(written, source):
+            return nothing
+        places: dict[tuple, list[str]] = {}
+        for record in read_model(model, untie=True).records:
+            places.setdefault((id(record.tensor), record.view), []).append(record.name)
+        names = {meta.name for meta in written.metadata()}
+        rest = rest_of(source.infos, origin, base_model_of(model), written=names, places=places.values())
+        records = ModelRecords(records=rest.carried, all_fqns=[record.fqn for record in rest.carried])
+        return _Rest(source, build_plan(records, wire_dtype=dtype, planning_only=True), rest.left_out)
+
+    def tensors(self, check_finite: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """As they are written."""
+        for task in self.plan.tasks:
+            assert self.source is not None
+            tensor = self.source.read(task.meta.name).to(task.meta.dtype)
+            if check_finite and not is_finite(tensor):
+                raise not_finite(task)
+            yield task.meta.name, tensor
+            self.source.let_go()
+
+
+def _names_alike(written: Plan, source: Tensors) -> bool:
+    """Whether the source has all that is written, but for modules at the top that the model has got since, and buffers."""
+    tops = {name.split(".")[0] for name in source.infos}
+    parameters = {task.meta.name for task in written.tasks if isinstance(task.base, nn.Parameter)}
+    shared = {name for name in parameters if name.split(".")[0] in tops}
+    return bool(shared) and shared <= source.infos.keys()
 
 
 def _save(beside: object, directory: Path) -> bool:

@@ -22,13 +22,14 @@ from lora_stream.checkpoint.assembling import Assembly
 from lora_stream.checkpoint.bases import MERGED_KEY, Base
 from lora_stream.checkpoint.configs import config_json as model_config_json
 from lora_stream.checkpoint.reports import CheckpointReport
+from lora_stream.checkpoint.rest import Rest, rest_of
 from lora_stream.checkpoint.side_files import carry_over
 from lora_stream.checkpoint.sources import adapter_of, open_source
 from lora_stream.checkpoint.tensors import read_json
 from lora_stream.checkpoint.writing import ReusedStaging, Weights, list_files, parse_size, write_file
 from lora_stream.fidelity import warn_if_low
-from lora_stream.merged_weights import Stream
-from lora_stream.merging import Arithmetic
+from lora_stream.merged_weights import Stream, logger
+from lora_stream.merging import Arithmetic, is_finite, not_finite
 from lora_stream.peft import lora_layers, read_model
 from lora_stream.plan import MERGE_DTYPES, Plan, Task, build_plan
 from lora_stream.rounding import RoundingMode
@@ -56,6 +57,7 @@ def merge(
     use_rslora: bool | None = None,
     untie: bool = False,
     trust_remote_code: bool = False,
+    check_finite: bool = True,
     progress: Progress | None = None,
 ) -> CheckpointReport:
     """Write the merged model as a Hugging Face checkpoint, and/or the adapter as PEFT loads it.
@@ -73,6 +75,7 @@ def merge(
     adapter_name: which of several. rank, lora_alpha, use_rslora: the training's, where no file tells them; they overrule files.
     untie: write both of two tensors that are tied, and say so in the config; needed where the adapter has broken the tie.
     trust_remote_code: run code that comes with the base.
+    check_finite: raise where a tensor is not finite in the dtype that it is written in.
     progress: called with the bytes written so far and all there will be, from another thread.
 
     Raises ValueError or OSError, and leaves no `out`, where anything is missing, does not fit, is left over or is in doubt.
@@ -109,7 +112,7 @@ def merge(
     with new_directory(out) as aside:
         if not adapter_only:
             report.dtype = str(dtype).removeprefix("torch.")
-            job = _Merge(assembly, dtype, untie, arithmetic)
+            job = _Merge(assembly, dtype, untie, arithmetic, check_finite)
             job.write_configs(aside)
             job.write_weights(aside, max_shard_bytes, report, progress)
         if adapter_only or with_adapter:
@@ -133,24 +136,51 @@ def _check_places(source: Path, base: Path | None, out: Path) -> None:
 class _Merge:
     """The plan of a merge, and where each of its tasks reads the base."""
 
-    def __init__(self, assembly: Assembly, dtype: torch.dtype, untie: bool, arithmetic: Arithmetic) -> None:
-        self._assembly, self._dtype, self._untie, self._arithmetic = assembly, dtype, untie, arithmetic
-        self._plan = self._build()
-        self._base: Base | None = None
-        if self._needs_base():
+    def __init__(
+        self, assembly: Assembly, dtype: torch.dtype, untie: bool, arithmetic: Arithmetic, check_finite: bool
+    ) -> None:
+        self._assembly, self._dtype, self._untie = assembly, dtype, untie
+        self._arithmetic, self._check_finite = arithmetic, check_finite
+        self._base: Base | None = None  # where the source does not hold it, or not all of it
+        self._rests: list[Rest] = []
+        plan = self._build()
+        if assembly.ignored:
+            names = {meta.name for meta in plan.metadata()}
+            self._rests.append(
+                rest_of(assembly.ignored, assembly.config_directory, assembly.base_model, written=names, places=())
+            )
+            plan = self._build()
+        if self._needs_base(plan):
             self._base = Base(assembly.base_directory, assembly)
-            if not self._base.fits(self._plan, untie):
-                self._base.load_whole(self._plan)
-                self._plan = self._build()
+            if not self._base.fits(plan, untie):
+                self._base.load_whole(plan)
+        elif assembly.base_directory is not None:
+            self._base = self._base_with_more(plan)
+        if self._base is not None:
+            self._rests.append(self._base.rest)
+        self._plan = self._build()
 
     def _build(self) -> Plan:
         records = read_model(self._assembly.model, adapter_name=self._assembly.spec.name, untie=self._untie)
+        carried = [record for rest in self._rests for record in rest.carried]
+        records.records += carried
+        records.all_fqns += [record.fqn for record in carried]
         return build_plan(records, wire_dtype=self._dtype, planning_only=True)
 
-    def _needs_base(self) -> bool:
+    def _base_with_more(self, plan: Plan) -> Base | None:
+        """The base beside a source that holds all of the model, where it holds what the model has no module for."""
+        try:
+            base = Base(self._assembly.base_directory, self._assembly)
+            base.look_through(plan)
+        except ValueError as error:  # the merge does not need it
+            logger.warning("what only the base may hold is not carried over: %s", error)
+            return None
+        return base if base.rest.carried else None
+
+    def _needs_base(self, plan: Plan) -> bool:
         """Whether weights come from a base beside the source. Raises ValueError where that is in doubt."""
         assembly, where = self._assembly, self._assembly.source.directory
-        wanted = [task for task in self._plan.tasks if task.base.is_meta]
+        wanted = [task for task in plan.tasks if task.base.is_meta]
         lacking = [task for task in wanted if not assembly.has(task)]
         if not lacking:
             return False
@@ -205,7 +235,7 @@ class _Merge:
             staging = ReusedStaging(BUCKET_BYTES)
             for bucket in self._plan.buckets(BUCKET_BYTES):
                 part = replace(self._plan, tasks=tuple(map(self._with_values, bucket)))
-                _write_bucket(part, weights, staging, self._arithmetic, report)
+                self._write_bucket(part, weights, staging, report)
                 del part
                 self._assembly.source.tensors.let_go()
                 if self._base is not None:
@@ -214,8 +244,10 @@ class _Merge:
             weights.abandon()
             raise
         weights.finish()
-        if self._base is not None:
-            report.base, report.left_out = str(self._base.directory), self._base.left_out
+        report.base = None if self._base is None else str(self._base.directory)
+        for rest in self._rests:
+            report.carried += [record.name for record in rest.carried]
+            report.left_out |= rest.left_out
         report.finish(self._plan)
         if self._arithmetic.rounding == "nearest":
             warn_if_low(report.roundings)
@@ -236,6 +268,24 @@ class _Merge:
         self._check_fits(f"{self._base.directory}: {name}", base, task.meta.shape, task)
         return task.with_piece(base)
 
+    def _write_bucket(self, bucket: Plan, weights: Weights, staging: ReusedStaging, report: CheckpointReport) -> None:
+        """Of tasks with values."""
+        made = []
+        for task in bucket.tasks:
+            if not task.is_as_it_lies:
+                made.append(task)
+                continue
+            if self._check_finite and not is_finite(task.base):
+                raise not_finite(task)
+            weights.write(task.meta.name, task.base)  # as it is read, without a copy
+        part = replace(bucket, tasks=tuple(made))
+        with Stream(
+            part, staging=staging, arithmetic=self._arithmetic, check_finite=self._check_finite, warns=False
+        ) as stream:
+            for name, tensor in stream:
+                staging.until(weights.write(name, tensor))
+        report.roundings |= stream.stats.rounding
+
     def _check_fits(self, what: str, base: torch.Tensor, shape: tuple[int, ...], task: Task) -> None:
         if tuple(base.shape) != shape:
             raise ValueError(
@@ -249,23 +299,6 @@ class _Merge:
             raise ValueError(
                 f"{what} is {base.dtype}, expected one of {accepted}: name a base with --base that is not quantised"
             )
-
-
-def _write_bucket(
-    bucket: Plan, weights: Weights, staging: ReusedStaging, arithmetic: Arithmetic, report: CheckpointReport
-) -> None:
-    """Of tasks with values."""
-    made = []
-    for task in bucket.tasks:
-        if task.is_as_it_lies:  # it is written as it is read, without a copy
-            weights.write(task.meta.name, task.base)
-        else:
-            made.append(task)
-    part = replace(bucket, tasks=tuple(made))
-    with Stream(part, staging=staging, arithmetic=arithmetic, warns=False) as stream:
-        for name, tensor in stream:
-            staging.until(weights.write(name, tensor))
-    report.roundings |= stream.stats.rounding
 
 
 def _write_adapter(assembly: Assembly, directory: Path) -> None:

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from torch import nn
 
 from lora_stream.fidelity import Fidelity, Rounding
-from lora_stream.plan import Plan
+from lora_stream.plan import Plan, listed
 from lora_stream.report import format_bytes
 from lora_stream.rounding import RoundingMode, described
 
@@ -27,7 +27,10 @@ class CheckpointReport:
     num_bytes: int = 0
     seconds: float = 0.0
     files: list[str] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)  # tensors of the base for which the merged model has no place
+    carried: list[str] = field(
+        default_factory=list
+    )  # of the copied: the model has no module for them, the base holds them
+    left_out: dict[str, str] = field(default_factory=dict)  # tensors of the base that are not written, and why
     rounding: RoundingMode = "nearest"
     seed: int = 0  # of dithering
     roundings: dict[str, Rounding] = field(default_factory=dict, repr=False)  # by checkpoint name, merged tensors only
@@ -92,6 +95,10 @@ class CheckpointReport:
                 ("rounding", described(self.rounding, self.seed)),
                 *(self.fidelity.rows() if self.changed else ()),
             ]
-        if self.left_out:
-            rows += [("left out", ", ".join(self.left_out))]
+        if self.carried:
+            rows += [("carried", f"{listed(self.carried)}: the model has no module for it")]
+        for reason in dict.fromkeys(self.left_out.values()):
+            rows += [
+                ("left out", f"{listed([name for name, why in self.left_out.items() if why == reason])}: {reason}")
+            ]
         return [*rows, ("files", ", ".join(self.files)), ("seconds", f"{self.seconds:.2f}")]
