@@ -110,9 +110,10 @@ def sync(
     version = next((found for found in versions.values() if found is not None), "")
     seconds_check = time.perf_counter() - begin - seconds_plan
 
-    def stream_of(plan: Plan, receives: bool, arithmetic: Arithmetic) -> Stream:
+    def stream_of(plan: Plan, receives: bool, arithmetic: Arithmetic, model: nn.Module | None = None) -> Stream:
         return Stream(
             plan,
+            model=model,
             ranks=ranks,
             receives=receives,
             onload=onload,
@@ -124,7 +125,7 @@ def sync(
         )
 
     begin_update = time.perf_counter()
-    stream = stream_of(plan, side.target is not None, arithmetic)
+    stream = stream_of(plan, side.target is not None, arithmetic, model)
     timed = Timed(stream, on_tensor)
     error: BaseException | None = None
     try:

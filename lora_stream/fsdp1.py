@@ -70,19 +70,45 @@ class Parameters:
         return own | self._masters.get(id(module), {}) | self._flattened.get(id(module), {})
 
     def _read(self, handle, unit: Unit) -> None:
+        """Raises ValueError for a flat parameter that FSDP1 is about to forget."""
         flat = handle.flat_param
+        shard = getattr(flat, "_local_shard", None)
+        if shard is not None and handle.is_sharded(flat) and flat.data_ptr() != shard.data_ptr():
+            raise ValueError(
+                f"{flat._fqns[0]}: FSDP1's flat parameter that holds it was given other memory (by to() of a part of the "
+                "model?), and FSDP1 goes back to the old one; copy the new values into the parameter"
+            )
         stepped = [flat] * len(flat._shapes) if flat._params is None else flat._params
         found = {}
         parameters = zip(flat._param_infos, flat._shapes, stepped, strict=True)
         for index, ((name, module, _), shape, each) in enumerate(parameters):
+            there = module._parameters.get(name)
+            if flat._params is not None and isinstance(there, nn.Parameter) and _is_in_shard(flat, index):
+                each = there  # it may have been put there since: FSDP1 reads it when it next opens the unit. (No view of an open one.)
             found[id(module), name] = tensor = _Flattened.of(shape, handle, unit, (module, name), each, index)
             self._flattened.setdefault(id(module), {})[name] = tensor
         for name, module, _, first_name, first_module, _ in flat._shared_param_infos:
             self._flattened.setdefault(id(module), {})[name] = found[id(first_module), first_name]
 
 
+def live_tensors(model: nn.Module) -> set[int]:
+    """Ids of all that the next forward computes with, as the optimizer has it."""
+    parameters = Parameters(model)
+    return {
+        id(stepped(tensor))
+        for module in model.modules()
+        for tensor in (*parameters.of(module).values(), *module._buffers.values())
+        if tensor is not None
+    }
+
+
 def is_flattened(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, _Flattened)
+
+
+def keeps_object(tensor: torch.Tensor) -> bool:
+    """Whether another object in its place is somebody's doing. After a backward pass of NO_SHARD it is FSDP1's own."""
+    return not isinstance(tensor, _Flattened) or tensor.handle.uses_sharded_strategy  # type: ignore[attr-defined]
 
 
 def is_used_in(model: nn.Module) -> bool:
@@ -140,6 +166,12 @@ def read(tensor: torch.Tensor) -> torch.Tensor:
     values = getattr(module, name).detach()
     assert values.shape == tensor.shape, "its unit is open"
     return values
+
+
+def _is_in_shard(flat, index: int) -> bool:
+    """Whether this rank holds a part of a flat parameter's parameter."""
+    infos = getattr(flat, "_shard_param_infos", None)
+    return infos is None or infos[index].in_shard
 
 
 def _summoned(unit: Unit) -> contextlib.AbstractContextManager:

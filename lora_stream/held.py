@@ -3,7 +3,6 @@
 What trains *now* does not tell: a tensor may have been trained, switched or replaced since, and frozen again.
 """
 
-import weakref
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -18,7 +17,7 @@ from lora_stream.samples import Sample, bits_of
 class _Entry:
     """Of one live tensor, as it was sent."""
 
-    tensor: weakref.ref
+    tensor: int  # id of what the optimizer writes to
     version: int | None  # None: it counts none
     metas: tuple[ParamMeta, ...]
     was_adapted: bool
@@ -37,13 +36,16 @@ class Held:
         for fqn, (task, metas) in tasks.items():
             stepped = fsdp1.stepped(task.base)
             self._entries[fqn] = _Entry(
-                tensor=weakref.ref(stepped),
+                tensor=id(stepped),
                 version=_version(stepped),
                 metas=metas,
                 was_adapted=bool(task.adapters or task.rows),
                 was_trained=task.trained,
             )
         self._values = {fqn: self._values_of(task) for fqn, (task, _) in tasks.items()}
+        # An id is of one tensor only for as long as that lives. Where there are values, another tensor of this id has others.
+        # (No weak references: torch cannot move a sharded model, by to(), while there are any to its parameters.)
+        self._kept = [fsdp1.stepped(task.base) for fqn, (task, _) in tasks.items() if self._values[fqn] is None]
 
     def written(self, everything: Plan) -> set[str]:
         """FQNs of live tensors that are not known to be the ones that were sent, or to be unwritten since."""
@@ -65,7 +67,7 @@ class Held:
 
     def _is_same_object(self, fqn: str, task: Task) -> bool:
         entry, stepped = self._entries[fqn], fsdp1.stepped(task.base)
-        if entry.tensor() is not stepped:
+        if entry.tensor != id(stepped):
             return False
         # A move to another device may begin a new count; then the values must tell.
         version = _version(stepped)

@@ -17,6 +17,7 @@ import inspect
 import logging
 import os
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,7 +33,7 @@ from lora_stream.filling import Batch, Filling, Part, queue_of
 from lora_stream.gathering import Gathering, needs_gather, uninterrupted
 from lora_stream.merging import NEAREST, Arithmetic, Traffic
 from lora_stream.peft import read_model
-from lora_stream.plan import FUSED_MODULES, ParamMeta, Plan, Scope, Task, build_plan
+from lora_stream.plan import FUSED_MODULES, ParamMeta, Plan, Scope, Task, build_plan, listed
 from lora_stream.rounding import RoundingMode
 from lora_stream.shards import RankError, Ranks
 
@@ -219,6 +220,7 @@ class MergedWeights:
         is_sender = ranks.is_first if self._is_sender is None else self._is_sender
         return Stream(
             plan,
+            model=self._model,
             ranks=ranks,
             receives=self._gather == "all" or is_sender,
             onload=self._onload,
@@ -302,6 +304,7 @@ class Stream:
         self,
         plan: Plan,
         *,
+        model: nn.Module | None = None,
         ranks: Ranks | None = None,
         receives: bool = True,
         onload: Callable[..., object] | None = None,
@@ -312,7 +315,8 @@ class Stream:
         check_finite: bool = True,
         warns: bool = True,
     ) -> None:
-        """ranks: who goes through this pass together; receives: whether this rank is to get the tensors; warns: of what rounding
+        """model: whose tensors the plan reads; a pass raises where they are its no more. None: they are nobody's else.
+        ranks: who goes through this pass together; receives: whether this rank is to get the tensors; warns: of what rounding
         loses, at the end."""
         self.plan = plan
         self.stats = PassStats()
@@ -332,6 +336,7 @@ class Stream:
             check_finite,
             warns,
             self.stats,
+            _Objects(model, plan),
             _Versions(plan),
             _Ready(plan),
         )
@@ -377,6 +382,7 @@ def _generate(
     check_finite: bool,
     warns: bool,
     stats: PassStats,
+    objects: "_Objects",
     versions: "_Versions",
     ready: "_Ready",
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -392,6 +398,7 @@ def _generate(
         with uninterrupted():  # an interrupt after they agreed would leave the others in the first gather
             gathering, tells = _agree(plan, ranks, receives, bucket_bytes, arithmetic, stats.traffic, loading)
         yield  # type: ignore[misc]  # Stream.begin stops here
+        objects.check()
         versions.check()
         if onload is not None:
             loading.begin()
@@ -438,6 +445,7 @@ def _generate(
             versions.check()
             ready.wait()
             gathering.finish()
+        objects.check()
         if tells and warns and arithmetic.rounding == "nearest":
             warn_if_low(stats.rounding)
     except GeneratorExit:
@@ -618,6 +626,35 @@ class _Ready:
 
 def _is_pinned(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and shards.local(fsdp1.stepped(tensor)).is_pinned()
+
+
+class _Objects:
+    """Notices that the model computes with other tensors than a pass reads: one was replaced, by setattr, load_state_dict with
+    assign, or by a merge of PEFT's."""
+
+    def __init__(self, model: nn.Module | None, plan: Plan) -> None:
+        self._model = None if model is None else weakref.ref(model)
+        live = set() if model is None else fsdp1.live_tensors(model)
+        read = (
+            (id(fsdp1.stepped(each)), task.fqn)
+            for task in plan.tasks
+            for each in task.tensors()
+            if fsdp1.keeps_object(each)
+        )
+        self._read = {
+            each: fqn for each, fqn in read if each in live
+        }  # not what was computed for the plan: lora_bias's sum
+
+    def check(self) -> None:
+        model = None if self._model is None else self._model()
+        if model is None:
+            return
+        if replaced := self._read.keys() - fsdp1.live_tensors(model):
+            fqns = [self._read[each] for each in self._read if each in replaced]
+            raise RuntimeError(
+                f"{listed(list(dict.fromkeys(fqns)))}: a tensor of it was replaced since the stream was made, which reads the "
+                "one that it found then; make a new one"
+            )
 
 
 class _Versions:

@@ -255,10 +255,13 @@ def class_before_sharding(module: nn.Module) -> type[nn.Module]:
 
 
 def masters(model: nn.Module) -> dict[int, dict[str, torch.Tensor]]:
-    """The sharded parameters of all FSDP2 modules, by id of the module that holds them and own name.
+    """The sharded parameters of all FSDP2 modules, by id of the module that holds them and own name: what the next forward
+    gathers.
 
     After a forward a root, and every module that does not reshard, has gathered copies in the compute dtype in their place.
     To reshard it and gather it again would show the masters too, but it is collective, and planning is not.
+
+    Raises ValueError for a parameter that was replaced where FSDP2 does not see it, and goes on with the old one.
     """
     found: dict[int, dict[str, torch.Tensor]] = {}
     for module in model.modules():
@@ -269,13 +272,37 @@ def masters(model: nn.Module) -> dict[int, dict[str, torch.Tensor]]:
         for group in filter(None, [state._fsdp_param_group] if groups is None else groups):
             for parameter in group.fsdp_params:
                 info = parameter._module_info
+                master = _master(parameter, is_read=group._reset_sharded_params)
                 homes = [
                     (info.module, info.param_name),
                     *zip(info.shared_modules, info.shared_param_names, strict=True),
                 ]
                 for home, name in homes:
-                    found.setdefault(id(home), {})[name] = parameter.sharded_param
+                    found.setdefault(id(home), {})[name] = master
     return found
+
+
+def _master(parameter, *, is_read: bool) -> torch.Tensor:
+    """Of one FSDPParam. is_read: FSDP2 has looked at the module's parameters for the last time, as it does at the first forward,
+    after load_state_dict and after to(); what is put there otherwise it replaces by its own."""
+    info, sharded = parameter._module_info, parameter.sharded_param
+    there = info.module._parameters.get(info.param_name)
+    own = (sharded, *(getattr(parameter, name, None) for name in ("_unsharded_param", "_sharded_post_forward_param")))
+    is_replaced = there is not None and all(there is not each for each in own)
+    if is_replaced and not is_read and _is_dtensor(there):
+        return there
+    data = parameter._sharded_param_data
+    is_moved = is_read and type(data) is torch.Tensor and _storage(local(sharded)) != _storage(data)
+    if is_replaced or is_moved:
+        raise ValueError(
+            f"{parameter._param_fqn or info.param_name}: was replaced where FSDP2 does not see it, and the next forward computes "
+            "with the old values; copy the new values into the parameter, or load them with load_state_dict"
+        )
+    return sharded
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 # -- all ranks -----------------------------------------------------------------------------------------------------------
