@@ -1,0 +1,351 @@
+"""A state machine that plays what happens to trainers and engines between syncs, in any order.
+
+After a sync that returned, the engine holds what a fresh stream of everything gives, bit for bit. After one that raised it holds
+what it held, or the error says otherwise and the next sync sends everything.
+"""
+
+import copy
+import warnings
+from collections import Counter
+
+import torch
+from hypothesis import note
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+
+import lora_stream
+from tests.models import fill
+
+ADAPTERS = ("default", "other", "third")
+CONFIGS = (
+    {"target_modules": ["q_proj", "v_proj", "down_proj"]},
+    {"target_modules": ["o_proj", "up_proj"]},
+    {"target_modules": r".*layers\.1\..*(k|down)_proj", "use_rslora": True},
+    {"target_modules": ["gate_proj", "q_proj"], "use_dora": True},
+    {"target_modules": ["v_proj"], "trainable_token_indices": [3, 5]},
+    {"target_modules": ["q_proj"], "modules_to_save": ["norm"]},
+    {"target_modules": ["k_proj"], "init_lora_weights": "olora"},
+)
+TRAINER = (
+    *("step", "step", "write", "thaw", "freeze", "freeze all", "adapt", "switch", "switch", "delete", "rescale"),
+    *("merge", "unload", "wrap", "move", "cast", "assign", "replace"),
+)
+ENGINE = ("generate", "restart", "sleep", "wake up", "reload", "another sender", "write in engine")
+FAILURES = ("engine", "engine, and when restored", "trainer", "interrupt", "not finite", "a call")
+
+# For each engine and model: the arguments of a sync that may differ from one to the next.
+HOW = st.fixed_dictionaries(
+    {},
+    optional={
+        "full": st.booleans(),
+        "rounding": st.sampled_from(["nearest", "dither"]),
+        "seed": st.integers(0, 2),
+        "in_place": st.booleans(),
+        "base_loaded": st.booleans(),
+        "fidelity": st.booleans(),
+        "allow_unmoved": st.booleans(),
+    },
+)
+INDEX = st.integers(0, 1000)
+
+
+class Wrapper(nn.Module):
+    """As a policy is that holds more than its language model."""
+
+    def __init__(self, llm: nn.Module) -> None:
+        super().__init__()
+        self.llm = llm
+
+
+def unwrapped(name: str) -> str:
+    return name.removeprefix("llm.")
+
+
+class Histories(RuleBasedStateMachine):
+    """A subclass has engines."""
+
+    can_fail = FAILURES
+    takes_in_place = True
+
+    def make_base(self) -> nn.Module:
+        raise NotImplementedError
+
+    def make_engines(self, base: nn.Module) -> list:
+        """On the base's checkpoint."""
+        raise NotImplementedError
+
+    counts: Counter = Counter()  # of the whole run, to be printed
+
+    @initialize(starts=st.tuples(*[st.sampled_from(["plain", "adapted", "wrapped"])] * 2))
+    def start(self, starts) -> None:
+        base = self.make_base()
+        self.engines = self.make_engines(base)
+        self.models: list[nn.Module] = [base, copy.deepcopy(base)]
+        self.marked: set[int] = set()  # engines that may hold a mixture
+        self.last: tuple[int, int] | None = (
+            None  # the engine and the model of the last sync, if nothing has happened since
+        )
+        for which, kind in enumerate(starts):
+            if kind != "plain":
+                self._adapt(which, which)
+            if kind == "wrapped":
+                self._wrap(which, which)
+
+    @rule(which=st.integers(0, 1), what=st.sampled_from(TRAINER), index=INDEX)
+    def trainer(self, which, what, index) -> None:
+        self.happens(what)
+        getattr(self, f"_{what.replace(' ', '_')}")(which, index)
+
+    @rule(engine=INDEX, what=st.sampled_from(ENGINE), index=INDEX)
+    def engine(self, engine, what, index) -> None:
+        self.happens(what)
+        getattr(self, f"_{what.replace(' ', '_')}")(self.engines[engine % len(self.engines)], index)
+
+    # What a trainer does. index: which of the things that there are.
+
+    def _step(self, which, index) -> None:
+        """An optimizer's, of what trains."""
+        through_data, size = index % 2 == 0, [0.05, 1e-6][index // 2 % 2]
+        for parameter in self.models[which].parameters():
+            if parameter.requires_grad:
+                _write(parameter, through_data, size)
+
+    def _write(self, which, index) -> None:
+        """Any tensor, frozen or not: BAdam writes its copies so."""
+        parameters = list(self.models[which].parameters())
+        _write(parameters[index // 2 % len(parameters)], index % 2 == 0, 0.05)
+
+    def _thaw(self, which, index, thaw=True) -> None:
+        """One layer at a time, as LISA does; 2 is what lies outside of the layers."""
+        layer = index % 3
+        for name, parameter in self.models[which].named_parameters():
+            if (f"layers.{layer}." in name) if layer < 2 else (".layers." not in name):
+                parameter.requires_grad_(thaw)
+
+    def _freeze(self, which, index) -> None:
+        self._thaw(which, index, thaw=False)
+
+    def _freeze_all(self, which, index) -> None:
+        self.models[which].requires_grad_(False)
+
+    def _adapt(self, which, index) -> None:
+        """`get_peft_model` on what has no adapters, otherwise one adapter more."""
+        model, config = self.llm(which), LoraConfig(r=3, lora_alpha=7, **CONFIGS[index % len(CONFIGS)])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if not isinstance(model, PeftModel):
+                self.replace(which, get_peft_model(model, config))
+            elif free := [name for name in ADAPTERS if name not in model.peft_config]:
+                if config.init_lora_weights == "olora":
+                    return  # it changes the base, under other adapters
+                model.add_adapter(free[0], config)
+        fill(self.models[which])
+
+    def _switch(self, which, index) -> None:
+        model = self.llm(which)
+        if isinstance(model, PeftModel):
+            names = sorted(model.peft_config)
+            model.set_adapter(names[index % len(names)])
+
+    def _delete(self, which, index) -> None:
+        model = self.llm(which)
+        if isinstance(model, PeftModel) and len(model.peft_config) > 1:
+            name, other, *_ = sorted(model.peft_config, key=lambda name: (ADAPTERS.index(name) + index) % 3)
+            if name == model.active_adapter:
+                model.set_adapter(other)
+            model.delete_adapter(name)
+
+    def _rescale(self, which, index) -> None:
+        for module in self.models[which].modules():
+            if hasattr(module, "scale_layer"):
+                module.scale_layer([0.5, 2.0][index % 2])
+
+    def _merge(self, which, index) -> None:
+        self._unload(which, index, merge=True)
+
+    def _unload(self, which, index, merge=False) -> None:
+        model = self.llm(which)
+        if isinstance(model, PeftModel):
+            self.replace(which, model.merge_and_unload() if merge else model.unload())
+
+    def _wrap(self, which, index) -> None:
+        model = self.models[which]
+        self.models[which] = model.llm if isinstance(model, Wrapper) else Wrapper(model)
+
+    def _move(self, which, index) -> None:
+        """As an offload and an onload do."""
+        for parameter in self.models[which].parameters():
+            parameter.data = parameter.data.clone()
+
+    def _cast(self, which, index) -> None:
+        self.models[which].to([torch.float32, torch.bfloat16][index % 2])
+
+    def _assign(self, which, index) -> None:
+        """A checkpoint's tensors in the place of the parameters."""
+        model = self.models[which]
+        flags = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+        model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
+        next(module for module in model.modules() if hasattr(module, "tie_weights")).tie_weights()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(flags[name])
+
+    def _replace(self, which, index) -> None:
+        linear = [module for module in self.models[which].modules() if type(module) is nn.Linear]
+        module = linear[index % len(linear)]
+        new = module.weight.detach() + 0.05 * torch.randn_like(module.weight)
+        module.weight = nn.Parameter(new, requires_grad=module.weight.requires_grad)
+
+    # What happens to an engine
+
+    def _generate(self, engine, index) -> None:
+        engine.generate()
+
+    def _restart(self, engine, index) -> None:
+        engine.restart()
+
+    def _sleep(self, engine, index) -> None:
+        engine.sleep(1 + index % 2)
+
+    def _wake_up(self, engine, index) -> None:
+        engine.wake_up()
+
+    def _reload(self, engine, index) -> None:
+        """From disk: another policy of the same base."""
+        engine.wake_up()
+        engine.reload_another(self.streamed(index % 2))
+
+    def _another_sender(self, engine, index) -> None:
+        engine.wake_up()
+        engine.receive_another(self.streamed(index % 2))
+
+    def _write_in_engine(self, engine, index) -> None:
+        engine.wake_up()
+        engine.write_any(index)
+
+    # Syncs
+
+    @rule(engine=INDEX, which=st.integers(0, 1), how=HOW)
+    def sync(self, engine, which, how) -> None:
+        """The most frequent thing, so that there is something between any two."""
+        engine %= len(self.engines)
+        target = self.engines[engine]
+        want, how = self.wanted(which, how, target)
+        must_be_full = engine in self.marked
+        is_quiet = self.last == (engine, which)
+        before = target.contents()
+        try:
+            report = self.synced(which, target, **how)
+        except lora_stream.UnmovedError as error:
+            assert not how.get("allow_unmoved")
+            assert target.is_same(before), "something has changed"
+            report = error.report
+        except ValueError:
+            self.counts["refused"] += 1
+            assert want is None or target.is_asleep, "nothing is wrong"
+            assert target.is_same(before)
+            return
+        note(f"sent {report.scope}: {report.line()}")
+        self.counts[f"synced {report.scope}"] += 1
+        assert want is not None, "a stream of it is refused"
+        assert report.scope == "all" or not must_be_full
+        assert report.scope == "trained" or not is_quiet or how.get("full")
+        assert target.is_serving
+        target.assert_holds(want)
+        self.marked.discard(engine)
+        self.last = engine, which
+
+    @rule(engine=INDEX, which=st.integers(0, 1), how=HOW, failure=INDEX, at=st.integers(0, 40))
+    def sync_that_fails(self, engine, which, how, failure, at) -> None:
+        engine %= len(self.engines)
+        target, model = self.engines[engine], self.models[which]
+        failure = self.can_fail[failure % len(self.can_fail)]
+        _, how = self.wanted(which, how, target)
+        before, self.last = target.contents(), None
+        parameters = list(model.parameters())
+        broken = parameters[at % len(parameters)]
+        good, kwargs, seen = broken.detach().clone(), {}, []
+
+        def on_tensor(meta, plan) -> None:
+            seen.append(meta)
+            if len(seen) == at + 1:
+                raise KeyboardInterrupt if failure == "interrupt" else OSError("trainer broke")
+
+        if failure == "not finite":
+            broken.data.view(-1)[0] = float("inf")
+        elif failure in ("trainer", "interrupt"):
+            kwargs["on_tensor"] = on_tensor
+        else:
+            target.will_fail(failure, at)
+        try:
+            self.synced(which, target, **how | {"allow_unmoved": True}, **kwargs)
+        except (Exception, KeyboardInterrupt) as error:
+            note(f"{type(error).__name__}: {error}")
+            self.counts[f"failed, {failure}"] += 1
+            says_old = "old weights" in str(error) and "restoring" not in str(error)
+            is_same = target.is_same(before)
+            assert is_same or not says_old, f"it does not hold its old weights: {error}"
+            # An interrupt is passed on as it is, and says nothing.
+            says_so = any(what in str(error) for what in ("mixture", "new weights")) or isinstance(
+                error, KeyboardInterrupt
+            )
+            assert is_same or says_so, f"nothing tells: {error}"
+            if not is_same:
+                self.marked.add(engine)
+        else:  # there was no such tensor, or no such call
+            self.marked.discard(engine)
+        finally:
+            target.recover()
+            with torch.no_grad():
+                broken.data.copy_(good)
+
+    # Helpers
+
+    def happens(self, what: str) -> None:
+        self.counts[what] += 1
+        self.last = None
+
+    def llm(self, which: int) -> nn.Module:
+        model = self.models[which]
+        return model.llm if isinstance(model, Wrapper) else model
+
+    def replace(self, which: int, model: nn.Module) -> None:
+        if isinstance(self.models[which], Wrapper):
+            self.models[which].llm = model
+        else:
+            self.models[which] = model
+
+    def rename(self, which: int):
+        return unwrapped if isinstance(self.models[which], Wrapper) else None
+
+    def streamed(self, which: int, **kwargs) -> dict[str, torch.Tensor]:
+        return dict(lora_stream.stream(self.models[which], rename=self.rename(which), **kwargs))
+
+    def synced(self, which: int, engine, **kwargs) -> lora_stream.SyncReport:
+        return lora_stream.sync(
+            self.models[which],
+            engine.handle,
+            rename=self.rename(which),
+            deadline_s=20,
+            staging_bytes=8 * 4096,  # so that some tensors come in pieces
+            **kwargs,
+        )
+
+    def wanted(self, which: int, how: dict, target) -> tuple[dict[str, torch.Tensor] | None, dict]:
+        """What the engine must hold after a sync, None if it cannot be streamed; and its arguments, as far as they are true."""
+        if not self.takes_in_place:
+            how = {key: value for key, value in how.items() if key != "in_place"}
+        if how.get("base_loaded") and not target.holds_base(self.models[which]):
+            how = how | {"base_loaded": False}
+        try:
+            return self.streamed(which, rounding=how.get("rounding", "dither"), seed=how.get("seed", 0)), how
+        except ValueError as error:
+            note(f"cannot be streamed: {error}")
+            return None, how
+
+
+@torch.no_grad()
+def _write(parameter: nn.Parameter, through_data: bool, size: float) -> None:
+    written = parameter.data if through_data else parameter
+    written += size * torch.randn_like(written)
