@@ -2,7 +2,7 @@
 checkpoint fill, a reload that puts back what is not complete, a prefix cache, sleep, restarts, and writers who tell nobody."""
 
 import secrets
-from collections import deque
+from collections import Counter, deque
 
 import torch
 from torch import nn
@@ -56,7 +56,7 @@ class Engine:
         self.disk = {name: tensor.detach().to(torch.bfloat16).clone() for name, tensor in checkpoint.items()}
         self.is_still = False
         self.fail_at: deque[int | None] = deque()  # for each of the next updates: at which tensor it fails
-        self.broken: set[str] = set()  # calls that fail
+        self.fails: Counter[str] = Counter()  # how often each call is to fail
         self.restart()
 
     def restart(self) -> None:
@@ -180,7 +180,8 @@ class Engine:
         return True
 
     def _call(self, name: str) -> None:
-        if name in self.broken:
+        if self.fails[name] > 0:
+            self.fails[name] -= 1
             raise RuntimeError(f"{name} is broken")
 
     def _check(self, manifest: dict, in_place: bool) -> None:

@@ -261,7 +261,7 @@ class Histories(RuleBasedStateMachine):
         engine %= len(self.engines)
         target, model = self.engines[engine], self.models[which]
         failure = self.can_fail[failure % len(self.can_fail)]
-        _, how = self.wanted(which, how, target)
+        want, how = self.wanted(which, how, target)
         before, self.last = target.contents(), None
         parameters = list(model.parameters())
         broken = parameters[at % len(parameters)]
@@ -278,27 +278,29 @@ class Histories(RuleBasedStateMachine):
             kwargs["on_tensor"] = on_tensor
         else:
             target.will_fail(failure, at)
+        raised: BaseException | None = None
         try:
             self.synced(which, target, **how | {"allow_unmoved": True}, **kwargs)
         except (Exception, KeyboardInterrupt) as error:
-            note(f"{type(error).__name__}: {error}")
-            self.counts[f"failed, {failure}"] += 1
-            says_old = "old weights" in str(error) and "restoring" not in str(error)
-            is_same = target.is_same(before)
-            assert is_same or not says_old, f"it does not hold its old weights: {error}"
-            # An interrupt is passed on as it is, and says nothing.
-            says_so = any(what in str(error) for what in ("mixture", "new weights")) or isinstance(
-                error, KeyboardInterrupt
-            )
-            assert is_same or says_so, f"nothing tells: {error}"
-            if not is_same:
-                self.marked.add(engine)
-        else:  # there was no such tensor, or no such call
-            self.marked.discard(engine)
+            raised = error
         finally:
-            target.recover()
             with torch.no_grad():
                 broken.data.copy_(good)
+        is_same, text = target.is_same(before), f"{type(raised).__name__}: {raised}"
+        target.recover()
+        if raised is None:  # there was no such tensor, or no such call
+            self.marked.discard(engine)
+            if failure != "not finite":
+                target.assert_holds(want)
+            return
+        note(text)
+        self.counts[f"failed, {failure}"] += 1
+        assert is_same or "old weights" not in text or "restoring" in text, "it does not hold its old weights"
+        if not is_same:
+            # An interrupt is passed on as it is, and says nothing.
+            says_so = "must get a full sync" in text or "holds the new weights" in text
+            assert says_so or isinstance(raised, KeyboardInterrupt), "the error does not tell"
+            self.marked.add(engine)
 
     # Helpers
 

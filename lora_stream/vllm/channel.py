@@ -115,9 +115,12 @@ class Channel:
         update broke off, PeerLostError if the engine does not answer any more.
         """
         sender = self.sender
-        if self._is_open:  # a sender that died has left it so; finishing does nothing to the weights
-            client.finish_weight_update()
+        if (
+            self._is_open
+        ):  # a sender that died has left it so, or a call that failed; finishing does nothing to the weights
+            self._finish(client)
         client.start_weight_update()
+        self._is_open = True
         call = _Call(client.update_weights)
         sender.deadline_s = self.deadline_s
         generation, first = sender.begin(call.raise_if_over)
@@ -146,14 +149,20 @@ class Channel:
                 raise PeerLostError(
                     f"the engine's update call did not come back within {self.deadline_s:g} s of {error}"
                 ) from error
-            if call.succeeded:  # an error out of the call has ended the update for vLLM
-                client.finish_weight_update()
+            if call.succeeded:
+                self._finish(client)
+            else:
+                self._is_open = False  # an error out of the call has ended the update for vLLM
             self._raise_cause(error, generation)
             raise
         finally:
             sender.end()
-        client.finish_weight_update(weight_version)
+        self._finish(client, weight_version)
         return [sender.mail(receiver) for receiver in sender.receivers()]
+
+    def _finish(self, client: Client, weight_version: str | None = None) -> None:
+        client.finish_weight_update(weight_version)
+        self._is_open = False
 
     def _check_loaded(self, generation: int) -> None:
         for receiver in self.sender.receivers():

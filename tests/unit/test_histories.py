@@ -17,6 +17,7 @@ from tests.models import assert_equal, qwen2
 # A failure is looked at as it was found: to shrink one takes longer than to read it.
 PHASES = (Phase.generate, Phase.shrink) if "SHRINK" in os.environ else (Phase.generate,)
 NUM_HISTORIES = int(os.environ.get("HISTORIES", "20"))
+CALLS = ("describe", "check", "tell", "start", "pause", "finish", "reset", "resume")
 
 
 class Double:
@@ -58,13 +59,13 @@ class Double:
 
     def will_fail(self, failure, at):
         if failure == "a call":
-            self.handle.broken = {["describe", "check", "tell", "start", "pause", "finish", "reset", "resume"][at % 8]}
+            self.handle.fails[CALLS[at % len(CALLS)]] = 1 + at // len(CALLS) % 2
         else:
             self.handle.fail_at.extend([at, 1] if failure.endswith("restored") else [at])
 
     def recover(self):
         self.handle.fail_at.clear()
-        self.handle.broken = set()
+        self.handle.fails.clear()
         if self.handle.is_still and not self.handle.is_paused_by_sender:
             self.handle.is_still = False
 
