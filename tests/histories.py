@@ -32,14 +32,14 @@ TRAINER = (
     *("step", "step", "write", "thaw", "freeze", "freeze all", "adapt", "switch", "switch", "delete", "rescale"),
     *("merge", "unload", "wrap", "move", "cast", "assign", "replace"),
 )
-ENGINE = ("generate", "restart", "sleep", "wake up", "reload", "another sender", "write in engine")
+ENGINE = ("write in engine", "reload", "another sender", "restart", "sleep", "wake up", "generate")
 FAILURES = ("engine", "engine, and when restored", "trainer", "interrupt", "not finite", "a call")
 
 # For each engine and model: the arguments of a sync that may differ from one to the next.
 HOW = st.fixed_dictionaries(
     {},
     optional={
-        "full": st.booleans(),
+        "full": st.sampled_from([False] * 9 + [True]),
         "rounding": st.sampled_from(["nearest", "dither"]),
         "seed": st.integers(0, 2),
         "in_place": st.booleans(),
@@ -49,6 +49,8 @@ HOW = st.fixed_dictionaries(
     },
 )
 INDEX = st.integers(0, 1000)
+# What makes the next sync a full one is rare, because after that nothing of what came before counts.
+MODEL = ENGINE_INDEX = st.sampled_from([0] * 9 + [1])
 
 
 class Wrapper(nn.Module):
@@ -66,7 +68,7 @@ def unwrapped(name: str) -> str:
 class Histories(RuleBasedStateMachine):
     """A subclass has engines."""
 
-    can_fail = FAILURES
+    trainer_does, engine_suffers, can_fail = TRAINER, ENGINE, FAILURES
     takes_in_place = True
 
     def make_base(self) -> nn.Module:
@@ -93,15 +95,30 @@ class Histories(RuleBasedStateMachine):
             if kind == "wrapped":
                 self._wrap(which, which)
 
-    @rule(which=st.integers(0, 1), what=st.sampled_from(TRAINER), index=INDEX)
+    @rule(which=MODEL, what=INDEX, index=INDEX)
     def trainer(self, which, what, index) -> None:
+        what = self.trainer_does[what % len(self.trainer_does)]
+        note(what)
         self.happens(what)
         getattr(self, f"_{what.replace(' ', '_')}")(which, index)
 
-    @rule(engine=INDEX, what=st.sampled_from(ENGINE), index=INDEX)
+    @rule(which=MODEL, what=INDEX, index=INDEX, how=HOW)
+    def trainer_and_sync(self, which, what, index, how) -> None:
+        self.trainer(which, what, index)
+        self.sync(0, which, how)
+
+    @rule(which=MODEL, whats=st.lists(INDEX, min_size=2, max_size=4), index=INDEX, how=HOW)
+    def trainer_does_more_and_syncs(self, which, whats, index, how) -> None:
+        for what in whats:
+            self.trainer(which, what, index)
+        self.sync(0, which, how)
+
+    @rule(engine=ENGINE_INDEX, what=INDEX, index=INDEX)
     def engine(self, engine, what, index) -> None:
+        what = self.engine_suffers[what % len(self.engine_suffers)]
+        note(what)
         self.happens(what)
-        getattr(self, f"_{what.replace(' ', '_')}")(self.engines[engine % len(self.engines)], index)
+        getattr(self, f"_{what.replace(' ', '_')}")(self.engines[engine], index)
 
     # What a trainer does. index: which of the things that there are.
 
@@ -226,10 +243,8 @@ class Histories(RuleBasedStateMachine):
 
     # Syncs
 
-    @rule(engine=INDEX, which=st.integers(0, 1), how=HOW)
+    @rule(engine=ENGINE_INDEX, which=MODEL, how=HOW)
     def sync(self, engine, which, how) -> None:
-        """The most frequent thing, so that there is something between any two."""
-        engine %= len(self.engines)
         target = self.engines[engine]
         want, how = self.wanted(which, how, target)
         must_be_full = engine in self.marked
@@ -256,11 +271,11 @@ class Histories(RuleBasedStateMachine):
         self.marked.discard(engine)
         self.last = engine, which
 
-    @rule(engine=INDEX, which=st.integers(0, 1), how=HOW, failure=INDEX, at=st.integers(0, 40))
+    @rule(engine=ENGINE_INDEX, which=MODEL, how=HOW, failure=INDEX, at=st.integers(0, 40))
     def sync_that_fails(self, engine, which, how, failure, at) -> None:
-        engine %= len(self.engines)
         target, model = self.engines[engine], self.models[which]
         failure = self.can_fail[failure % len(self.can_fail)]
+        note(f"fails by {failure}")
         want, how = self.wanted(which, how, target)
         before, self.last = target.contents(), None
         parameters = list(model.parameters())
