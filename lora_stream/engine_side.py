@@ -78,7 +78,7 @@ class Outcome:
     num_sent: int = 0
     to_restore: Sequence[str] | None = None  # tensors whose old values its engine must get; None: they are not known
     moved: Sequence[str] = ()  # merged tensors whose adapters have moved, by this rank's part of them
-    moved_copies: bool = False
+    has_moved_otherwise: bool = False  # what goes without a delta, or what the engine did not hold before for certain
     rounding: Mapping[str, Rounding] = field(default_factory=dict)
 
 
@@ -103,6 +103,7 @@ class Side:
         self.target: Engine | None = None
         self.state = EngineState()  # of this rank's engine; without one, of the first of the others'
         self._states: dict[str, EngineState] = {}  # of all engines, by token
+        self._stale: set[str] = set()  # FQNs of what the engines may not hold
         self._written: dict[str, set[str]] = {}  # by their tokens: FQNs of what may have been written since they got it
 
     def prepare(
@@ -160,7 +161,7 @@ class Side:
         wire_dtype = next(iter(dtypes), None)
         fused_modules = [group for wish in engines for group in wish.fused_modules]
         everything = self._everything = self._plan("all", wire_dtype, fused_modules)
-        stale: set[str] = set()
+        stale = self._stale
         is_known = True
         for wish in engines:
             told = [each.stale[wish.token] for each in wishes.values() if wish.token in each.stale]
@@ -228,7 +229,13 @@ class Side:
         if error is None:
             outcome.rounding = rounding
             outcome.moved = self.state.moved_adapters(plan, rounding)
-            outcome.moved_copies = self.state.moved_copies(plan)
+            outcome.has_moved_otherwise = (
+                (self.state.synced and self.state.needs_full)
+                or self.state.moved_copies(plan)
+                or any(
+                    task.fqn in self._stale for task in plan.tasks if not (task.adapters or task.rows or task.trained)
+                )
+            )
             return outcome
         outcome.error = str(error) or type(error).__name__
         if isinstance(error, PeerLostError):

@@ -154,7 +154,9 @@ def sync(
     moved = {name for outcome in outcomes.values() for name in outcome.moved}
     moved_names = [task.meta.name for task in plan.tasks if task.meta.name in moved]
     unmoved = tuple(name for name in moved_names if name in roundings and side.state.is_unmoved(name, roundings[name]))
-    is_silent = moved_names and len(unmoved) == len(moved_names) and not any(o.moved_copies for o in outcomes.values())
+    is_silent = (
+        moved_names and len(unmoved) == len(moved_names) and not any(o.has_moved_otherwise for o in outcomes.values())
+    )
     side.remember(outcomes, plan, version, arithmetic)
     _raise_failures(failures, ranks, error)
     if lost is not None:

@@ -49,8 +49,8 @@ class LLMEngine:
         self._llm.collective_rpc(partial(_check, metadata=metadata, in_place=self._in_place))
 
     def fingerprint(self) -> object:
-        # Somebody may have reloaded them from disk. After sleep(level=2) the weights are gone, and waking up does not bring them back: what is unchanged for the
-        # trainer must be sent again then.
+        # Somebody may have reloaded the weights from disk. After sleep(level=2) they are gone, and waking up does not bring
+        # them back: what is unchanged for the trainer must be sent again then.
         (found,) = self._llm.collective_rpc(_fingerprint)
         return found
 

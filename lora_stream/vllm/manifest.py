@@ -34,8 +34,9 @@ _accepted: "weakref.WeakKeyDictionary[nn.Module, set[tuple[bool, tuple[ParamMeta
 def check_manifest(model: nn.Module, vllm_config, metadata: Sequence[ParamMeta], *, in_place: bool = False) -> None:
     """Raise ValueError, naming the parameter, unless `model` would take all of `metadata` and nothing would be missing.
 
-    Refused are: an unknown name, any wrong shape, a dtype other than the engine's or the parameter's own, a part of a fused module without its
-    siblings, a tensor that the engine ties to another, an engine on a quantised checkpoint. The model is not changed.
+    Refused are: an unknown name, any wrong shape, a dtype other than the engine's or the parameter's own, a part of a fused
+    module without its siblings, a tensor that the engine ties to another, an engine on a quantised checkpoint. The model is
+    not changed.
 
     in_place: the weights are to be written where they are, without vLLM's reload. Then parts of a fused module may come
     alone, and refused is any parameter that the engine keeps in another form, or of which it keeps another copy.

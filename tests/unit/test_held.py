@@ -5,6 +5,7 @@ import torch
 
 import lora_stream
 from tests.doubles import Recorder
+from tests.engine_double import Engine
 from tests.models import assert_equal, fill, llama, sent, with_lora
 
 
@@ -158,3 +159,32 @@ def test_what_other_arguments_send_otherwise_is_sent(change):
     lora_stream.sync(model, engine)
     lora_stream.sync(model, engine, **change)
     assert_equal(engine.weights, sent(model, **change))
+
+
+def move_less_than_a_step(model):
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.mul_(1 + 2**-22)
+
+
+def test_a_sync_that_sends_a_frozen_tensor_anew_has_changed_something():
+    model, engine = with_lora(llama()), Recorder()
+    lora_stream.sync(model, engine, rounding="nearest")
+    move_less_than_a_step(model)
+    step([model.base_model.model.model.norm.weight])
+    assert lora_stream.sync(model, engine, rounding="nearest").unmoved_targets
+    move_less_than_a_step(model)
+    with pytest.raises(lora_stream.UnmovedError):
+        lora_stream.sync(model, engine, rounding="nearest")
+
+
+def test_a_sync_that_mends_an_engine_has_changed_something():
+    model = with_lora(llama())
+    policy = sent(model)
+    engine = Engine(policy)
+    arguments = {"rounding": "nearest", "staging_bytes": 8 * 4096, "deadline_s": 20}
+    lora_stream.sync(model, engine, **arguments)
+    move_less_than_a_step(model)
+    engine.write("model.layers.0.mlp.down_proj.weight")
+    assert lora_stream.sync(model, engine, **arguments).scope == "all"
