@@ -5,18 +5,20 @@ what it held, or the error says otherwise and the next sync sends everything.
 """
 
 import copy
+import os
 import warnings
 from collections import Counter
 
 import torch
-from hypothesis import note
+from hypothesis import HealthCheck, Phase, note, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
 import lora_stream
-from tests.models import fill
+from tests.engine_double import Engine
+from tests.models import assert_equal, fill
 
 ADAPTERS = ("default", "other", "third")
 CONFIGS = (
@@ -53,6 +55,10 @@ INDEX = st.integers(0, 1000)
 MODEL = ENGINE_INDEX = st.sampled_from([0] * 9 + [1])
 
 
+# A failure is looked at as it was found: to shrink one takes longer than to read it.
+PHASES = (Phase.generate, Phase.shrink) if "SHRINK" in os.environ else (Phase.generate,)
+
+
 class Wrapper(nn.Module):
     """As a policy is that holds more than its language model."""
 
@@ -69,7 +75,8 @@ class Histories(RuleBasedStateMachine):
     """A subclass has engines."""
 
     trainer_does, engine_suffers, can_fail = TRAINER, ENGINE, FAILURES
-    takes_in_place = True
+    leaves_out: tuple[str, ...] = ()  # arguments of a sync
+    wire_dtype = torch.bfloat16
 
     def make_base(self) -> nn.Module:
         raise NotImplementedError
@@ -90,10 +97,13 @@ class Histories(RuleBasedStateMachine):
             None  # the engine and the model of the last sync, if nothing has happened since
         )
         for which, kind in enumerate(starts):
-            if kind != "plain":
-                self._adapt(which, which)
-            if kind == "wrapped":
-                self._wrap(which, which)
+            self.begin(which, kind)
+
+    def begin(self, which: int, kind: str) -> None:
+        if kind != "plain":
+            self._adapt(which, which)
+        if kind == "wrapped":
+            self._wrap(which, which)
 
     @rule(which=MODEL, what=INDEX, index=INDEX)
     def trainer(self, which, what, index) -> None:
@@ -118,7 +128,7 @@ class Histories(RuleBasedStateMachine):
         what = self.engine_suffers[what % len(self.engine_suffers)]
         note(what)
         self.happens(what)
-        getattr(self, f"_{what.replace(' ', '_')}")(self.engines[engine], index)
+        getattr(self, f"_{what.replace(' ', '_')}")(self.engines[engine % len(self.engines)], index)
 
     # What a trainer does. index: which of the things that there are.
 
@@ -245,6 +255,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(engine=ENGINE_INDEX, which=MODEL, how=HOW)
     def sync(self, engine, which, how) -> None:
+        engine %= len(self.engines)
         target = self.engines[engine]
         want, how = self.wanted(which, how, target)
         must_be_full = engine in self.marked
@@ -267,12 +278,13 @@ class Histories(RuleBasedStateMachine):
         assert report.scope == "all" or not must_be_full
         assert report.scope == "trained" or not is_quiet or how.get("full")
         assert target.is_serving
-        target.assert_holds(want)
         self.marked.discard(engine)
-        self.last = engine, which
+        is_touched = target.assert_holds(want)
+        self.last = None if is_touched else (engine, which)
 
     @rule(engine=ENGINE_INDEX, which=MODEL, how=HOW, failure=INDEX, at=st.integers(0, 40))
     def sync_that_fails(self, engine, which, how, failure, at) -> None:
+        engine %= len(self.engines)
         target, model = self.engines[engine], self.models[which]
         failure = self.can_fail[failure % len(self.can_fail)]
         note(f"fails by {failure}")
@@ -299,7 +311,7 @@ class Histories(RuleBasedStateMachine):
         except (Exception, KeyboardInterrupt) as error:
             raised = error
         finally:
-            with torch.no_grad():
+            if failure == "not finite":
                 broken.data.copy_(good)
         is_same, text = target.is_same(before), f"{type(raised).__name__}: {raised}"
         target.recover()
@@ -337,7 +349,8 @@ class Histories(RuleBasedStateMachine):
         return unwrapped if isinstance(self.models[which], Wrapper) else None
 
     def streamed(self, which: int, **kwargs) -> dict[str, torch.Tensor]:
-        return dict(lora_stream.stream(self.models[which], rename=self.rename(which), **kwargs))
+        arguments = {"wire_dtype": self.wire_dtype, "rename": self.rename(which)}
+        return dict(lora_stream.stream(self.models[which], **arguments, **kwargs))
 
     def synced(self, which: int, engine, **kwargs) -> lora_stream.SyncReport:
         return lora_stream.sync(
@@ -351,8 +364,7 @@ class Histories(RuleBasedStateMachine):
 
     def wanted(self, which: int, how: dict, target) -> tuple[dict[str, torch.Tensor] | None, dict]:
         """What the engine must hold after a sync, None if it cannot be streamed; and its arguments, as far as they are true."""
-        if not self.takes_in_place:
-            how = {key: value for key, value in how.items() if key != "in_place"}
+        how = {key: value for key, value in how.items() if key not in self.leaves_out}
         if how.get("base_loaded") and not target.holds_base(self.models[which]):
             how = how | {"base_loaded": False}
         try:
@@ -366,3 +378,85 @@ class Histories(RuleBasedStateMachine):
 def _write(parameter: nn.Parameter, through_data: bool, size: float) -> None:
     written = parameter.data if through_data else parameter
     written += size * torch.randn_like(written)
+
+
+CALLS = ("describe", "check", "tell", "start", "pause", "finish", "reset", "resume")
+
+
+class Double:
+    """An engine double as the histories see an engine."""
+
+    def __init__(self, checkpoint):
+        self.handle = Engine(checkpoint)
+        for name in ("generate", "restart", "sleep", "wake_up"):
+            setattr(self, name, getattr(self.handle, name))
+        self.reload_another = self.handle.reload
+        self.receive_another = self.handle.receive
+
+    def write_any(self, index):
+        names = sorted(self.handle.weights.places)
+        self.handle.write(names[index % len(names)])
+
+    @property
+    def is_asleep(self):
+        return self.handle.sleep_level > 0
+
+    @property
+    def is_serving(self):
+        return not self.handle.is_still and not self.handle.is_open and not self.handle.has_prefixes
+
+    def contents(self):
+        return self.handle.weights.all()
+
+    def is_same(self, before):
+        return all(torch.equal(tensor, before[name]) for name, tensor in self.contents().items())
+
+    def assert_holds(self, want):
+        assert_equal(self.contents(), want)
+
+    def holds_base(self, model):
+        """Whether a user may say so."""
+        contents, base = self.contents(), dict(_base_of(model))
+        return all(torch.equal(tensor, base[name].to(torch.bfloat16)) for name, tensor in contents.items())
+
+    def will_fail(self, failure, at):
+        if failure == "a call":
+            self.handle.fails[CALLS[at % len(CALLS)]] = 1 + at // len(CALLS) % 2
+        else:
+            self.handle.fail_at.extend([at, 1] if failure.endswith("restored") else [at])
+
+    def recover(self):
+        self.handle.fail_at.clear()
+        self.handle.fails.clear()
+        if self.handle.is_still and not self.handle.is_paused_by_sender:
+            self.handle.is_still = False
+
+
+def _base_of(model):
+    """Names and values of what lies under the adapters."""
+    for name, tensor in model.state_dict().items():
+        if not any(part in name for part in ("lora_", "modules_to_save", "trainable_tokens_")):
+            name = name.removeprefix("llm.").removeprefix("base_model.model.")
+            for wrapper in (".token_adapter", ".base_layer", ".original_module"):
+                name = name.replace(wrapper, "")
+            yield name, tensor
+
+
+def play(machine: type[Histories], num_histories: int, **kwargs) -> None:
+    """Prints how often each thing has happened. kwargs: further settings of hypothesis."""
+    machine.counts.clear()
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=num_histories,
+            **{"stateful_step_count": 50, **kwargs},
+            deadline=None,
+            database=None,
+            phases=PHASES,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    print(
+        f"{machine.__name__}: {num_histories} histories; "
+        + ", ".join(f"{v} {k}" for k, v in sorted(machine.counts.items()))
+    )
